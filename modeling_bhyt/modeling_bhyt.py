@@ -1,0 +1,321 @@
+# Copyright 2026 The bhyt authors. Licensed under the Apache License, Version 2.0.
+"""Llama with a choice of norms: only what differs from transformers' Llama is written here."""
+
+import math
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.utils import logging
+
+from .configuration_bhyt import BHyTLlamaConfig, DepthBound
+from .normalization_bhyt import (
+    BHyT,
+    BHyTSite,
+    BHyTStar,
+    BHyTStarSite,
+    DyT,
+    DyTSite,
+    EmbeddingScale,
+    EstimatingBHyTSite,
+    EstimatingRMSNormSite,
+    EstimatingSite,
+    RMSNormSite,
+    attention_variance,
+)
+
+
+logger = logging.get_logger(__name__)
+
+
+def site_norm(config: BHyTLlamaConfig, site: str, layer_idx: int) -> nn.Module:
+    """The norm before the attention (`site` "attention") or the MLP ("mlp") of one block."""
+    size, eps = config.hidden_size, config.rms_norm_eps
+    estimates = site == "mlp" and layer_idx in config.estimated_layers
+    bounded = {
+        "lam": config.site_lambda(site, layer_idx),
+        "kappa": config.kappa,
+        "eps": eps,
+        "learnable_lambda": config.learnable_lambda,
+    }
+    match config.norm_type, estimates:
+        case "bhyt", False:
+            return BHyTSite(size, **bounded)
+        case "bhyt", True:
+            return EstimatingBHyTSite(size, **bounded, learnable_variance=config.learnable_variance)
+        case "bhyt_star", _:
+            return BHyTStarSite(size, **bounded)
+        case "dyt", _:
+            return DyTSite(size, alpha=config.dyt_alpha[0 if site == "attention" else 1])
+        case "lns", _:
+            return RMSNormSite(size, eps, scale=1 / math.sqrt(layer_idx + 1))
+        case "rmsnorm", True:
+            return EstimatingRMSNormSite(size, eps, learnable_variance=config.learnable_variance)
+        case ("rmsnorm" | "peri_ln"), _:
+            return RMSNormSite(size, eps)
+
+
+def final_norm(config: BHyTLlamaConfig) -> nn.Module:
+    if config.norm_type == "dyt":
+        return DyT(config.hidden_size, alpha=config.dyt_alpha[2])
+    if config.final_lambda is None:
+        return LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+    bounded = BHyT if config.norm_type == "bhyt" else BHyTStar
+    return bounded(
+        config.hidden_size, config.final_lambda, config.kappa, config.rms_norm_eps, config.learnable_lambda
+    )
+
+
+class BHyTLlamaDecoderLayer(LlamaDecoderLayer):
+    """Identical to LlamaDecoderLayer except:
+
+    - both norms are those of `config.norm_type`;
+    - the first site's mean square travels to the second, which may then do without a reduction.
+    """
+
+    def __init__(self, config: BHyTLlamaConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.input_layernorm = site_norm(config, "attention", layer_idx)
+        self.post_attention_layernorm = site_norm(config, "mlp", layer_idx)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        attention_input, mean_square = self.input_layernorm(hidden_states)
+        attention_output, _ = self.self_attn(hidden_states=attention_input, **kwargs)
+        hidden_states = hidden_states + attention_output
+        mlp_input, _ = self.post_attention_layernorm(hidden_states, mean_square)
+        return hidden_states + self.mlp(mlp_input)
+
+
+class BHyTLlamaPeriDecoderLayer(BHyTLlamaDecoderLayer):
+    """Identical to BHyTLlamaDecoderLayer except:
+
+    - the outputs of attention and MLP are normalised too, before they are added (Peri-LN, arXiv 2502.02732; without
+      its optional norm after the embedding).
+    """
+
+    def __init__(self, config: BHyTLlamaConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.attention_output_layernorm = RMSNormSite(config.hidden_size, config.rms_norm_eps)
+        self.mlp_output_layernorm = RMSNormSite(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+        attention_input, mean_square = self.input_layernorm(hidden_states)
+        attention_output, _ = self.self_attn(hidden_states=attention_input, **kwargs)
+        attention_output, _ = self.attention_output_layernorm(attention_output)
+        hidden_states = hidden_states + attention_output
+        mlp_input, _ = self.post_attention_layernorm(hidden_states, mean_square)
+        mlp_output, _ = self.mlp_output_layernorm(self.mlp(mlp_input))
+        return hidden_states + mlp_output
+
+
+class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
+    """Identical to LlamaPreTrainedModel except:
+
+    - a checkpoint that lacks a tensor of ours, a plain Llama's for one, is refused instead of being filled at random;
+    - constants (r, c, a lambda that is not learned) stay frozen after a load, which forgets `requires_grad`.
+    """
+
+    config_class = BHyTLlamaConfig
+    _no_split_modules = ["BHyTLlamaDecoderLayer", "BHyTLlamaPeriDecoderLayer"]
+
+    def __init__(self, config: BHyTLlamaConfig, *args, **kwargs):
+        # Overrides given to from_pretrained are set one by one and reach no class validator before this
+        config.validate()
+        super().__init__(config, *args, **kwargs)
+
+    def _init_weights(self, module: nn.Module):
+        if values := getattr(module, "initial_values", None):
+            for name, value in values.items():
+                init.constant_(getattr(module, name), value)
+        else:
+            super()._init_weights(module)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info: bool = False, **kwargs):
+        model, loading_info = super().from_pretrained(
+            pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
+        )
+        refuse_foreign_checkpoint(str(pretrained_model_name_or_path), model, loading_info["missing_keys"])
+        model.freeze_constants()
+        return (model, loading_info) if output_loading_info else model
+
+    def freeze_constants(self):
+        """Sets `requires_grad` of every lambda, r and c as the configuration says. Called after every load."""
+        for module in self.modules():
+            if isinstance(module, BHyT):
+                module.lam.requires_grad_(module.learnable_lambda)
+            if isinstance(module, EstimatingSite):
+                module.variance_ratio.requires_grad_(module.learnable_variance)
+                module.variance_offset.requires_grad_(module.learnable_variance)
+
+    def depth_bounds(self) -> list[DepthBound]:
+        """Theorem 3.5's condition at every site for the current parameters: lambda as learned, rms(gamma) as it is."""
+        bounds = []
+        for layer_idx, layer in enumerate(self.base_model.layers):
+            for site, norm in (("attention", layer.input_layernorm), ("mlp", layer.post_attention_layernorm)):
+                if isinstance(norm, BHyT):
+                    nominal = norm.lam.abs().item() / norm.kappa
+                    gain = norm.weight.float().pow(2).mean().sqrt().item()
+                    limit = 1 / math.sqrt(self.config.num_hidden_layers)
+                    bounds.append(DepthBound(layer_idx, site, nominal, gain * nominal, limit))
+        return bounds
+
+    def refresh_variance_constants(self) -> dict[int, tuple[float, float]]:
+        """Recomputes every c of "published" and "uniform_attention" from the current weights, and logs the change.
+
+        c is a constant of the checkpoint: nothing else ever changes it, so weights that were trained leave it behind
+        until this is called.
+
+        Returns:
+            (old, new) c for each layer that estimates.
+
+        Raises:
+            ValueError: "fitted" constants, which only calibration gives, and weights that hold no plain numbers here
+                (quantised, sharded, offloaded).
+        """
+        if self.config.second_site_estimator == "fitted":
+            raise ValueError("variance_estimator 'fitted' comes from calibration, not from weights: see conversion")
+        return self.base_model._set_variance_constants()
+
+
+def refuse_foreign_checkpoint(name: str, model: BHyTLlamaPreTrainedModel, missing: set[str]):
+    """ValueError where a loaded checkpoint was not a whole BHyT one. A new classification head may be missing."""
+    remedy = "a plain Llama checkpoint becomes a BHyT one with `python -m conversion graft SOURCE OUTPUT`"
+    missing = sorted(key for key in missing if not key.startswith(("score.", "qa_outputs.")))
+    if missing:
+        shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
+        raise ValueError(f"{name} lacks {len(missing)} tensors of this model ({shown}): {remedy}")
+    if model.config.model_type != BHyTLlamaConfig.model_type:
+        raise ValueError(f"{name} has model_type {model.config.model_type!r}, not 'bhyt_llama': {remedy}")
+
+
+class BHyTLlamaModel(BHyTLlamaPreTrainedModel, LlamaModel):
+    """Identical to LlamaModel except:
+
+    - blocks and final norm are those of `config.norm_type`;
+    - "dyt" scales the embeddings by a learned number;
+    - made from a configuration (not loaded), it computes the estimator's constants from its weights.
+    """
+
+    def __init__(self, config: BHyTLlamaConfig):
+        super(LlamaModel, self).__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        block = BHyTLlamaPeriDecoderLayer if config.norm_type == "peri_ln" else BHyTLlamaDecoderLayer
+
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.embed_norm = EmbeddingScale(config.hidden_size) if config.norm_type == "dyt" else None
+        self.layers = nn.ModuleList([block(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
+        self.norm = final_norm(config)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.gradient_checkpointing = False
+
+        self.post_init()
+        # A model that is about to be loaded stands on the meta device, and its constants come from the checkpoint
+        if not self.embed_tokens.weight.is_meta:
+            self._set_variance_constants()
+
+    def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+        if self.embed_norm is not None and (input_ids is None) != (inputs_embeds is None):
+            inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            input_ids, inputs_embeds = None, self.embed_norm(inputs_embeds)
+        return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
+
+    @torch.no_grad()
+    def _set_variance_constants(self) -> dict[int, tuple[float, float]]:
+        changes = {}
+        for layer_idx in self.config.estimated_layers:
+            offset = self.layers[layer_idx].post_attention_layernorm.variance_offset
+            old, new = offset.item(), self._attention_variance(layer_idx)
+            offset.fill_(new)
+            changes[layer_idx] = (old, new)
+            logger.info(f"layer {layer_idx}: c {old:.6g} -> {new:.6g}")
+        return changes
+
+    def _attention_variance(self, layer_idx: int) -> float:
+        layer, config = self.layers[layer_idx], self.config
+        attention, norm = layer.self_attn, layer.input_layernorm
+        if not all(type(p) is nn.Parameter and p.is_floating_point() and not p.is_meta for p in attention.parameters()):
+            raise ValueError(
+                f"layer {layer_idx}: c cannot be computed from quantised, sharded or offloaded weights; "
+                "load the checkpoint whole and in floating point first"
+            )
+        refined = {}
+        if config.second_site_estimator != "published":
+            refined = {
+                "gamma": norm.weight,
+                "value_bias": attention.v_proj.bias,
+                "output_bias": attention.o_proj.bias,
+            }
+        return attention_variance(
+            attention.v_proj.weight,
+            attention.o_proj.weight,
+            attention.head_dim,
+            strength=norm.lam.item() / norm.kappa if isinstance(norm, BHyT) else 1.0,
+            context_length=config.variance_context_length,
+            **refined,
+        )
+
+
+class BHyTLlamaForCausalLM(BHyTLlamaPreTrainedModel, LlamaForCausalLM):
+    """Identical to LlamaForCausalLM except: the base is BHyTLlamaModel."""
+
+    def __init__(self, config: BHyTLlamaConfig):
+        super(LlamaForCausalLM, self).__init__(config)
+        self.model = BHyTLlamaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+
+# The generic heads would build their base by AutoModel, which needs consent to remote code: each builds its own here.
+
+
+class BHyTLlamaForSequenceClassification(GenericForSequenceClassification, BHyTLlamaPreTrainedModel):
+    def __init__(self, config: BHyTLlamaConfig):
+        BHyTLlamaPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = BHyTLlamaModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class BHyTLlamaForTokenClassification(GenericForTokenClassification, BHyTLlamaPreTrainedModel):
+    def __init__(self, config: BHyTLlamaConfig):
+        BHyTLlamaPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = BHyTLlamaModel(config)
+        self.dropout = nn.Dropout(0.1)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class BHyTLlamaForQuestionAnswering(GenericForQuestionAnswering, BHyTLlamaPreTrainedModel):
+    def __init__(self, config: BHyTLlamaConfig):
+        BHyTLlamaPreTrainedModel.__init__(self, config)
+        self.model = BHyTLlamaModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+
+__all__ = [
+    "BHyTLlamaForCausalLM",
+    "BHyTLlamaForQuestionAnswering",
+    "BHyTLlamaForSequenceClassification",
+    "BHyTLlamaForTokenClassification",
+    "BHyTLlamaModel",
+    "BHyTLlamaPreTrainedModel",
+]

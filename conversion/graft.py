@@ -1,0 +1,174 @@
+"""The graft in closed form: from a source's statistics to the tensors of a BHyT checkpoint."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM
+from modeling_bhyt.normalization_bhyt import attention_variance, mean_square
+
+from .arguments import GraftArguments
+from .calibration import BlockStatistics, GainFit, fit_ratio_and_offset, run_over
+from .source import Source
+
+
+NORM_OF_SITE = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
+
+
+@dataclass
+class GraftedSite:
+    """The parameters of one BHyT site, as numbers that the saved dtype holds exactly."""
+
+    lam: float
+    gain: Tensor | None = None
+    ratio: float | None = None
+    offset: float | None = None
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def is_estimated(self) -> bool:
+        return self.ratio is not None
+
+    def statistic(self, own: Tensor, block_input: Tensor) -> Tensor:
+        """The mean square that the site normalises by."""
+        return self.ratio * block_input + self.offset if self.is_estimated else own
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        values = {"weight": self.gain, "lam": [self.lam]}
+        if self.is_estimated:
+            values |= {"variance_ratio": [self.ratio], "variance_offset": [self.offset]}
+        return {f"{prefix}.{name}": torch.as_tensor(value).to(self.dtype) for name, value in values.items()}
+
+
+@dataclass
+class Graft:
+    """Everything that the graft decided."""
+
+    config: BHyTLlamaConfig
+    sites: dict[tuple[int, str], GraftedSite] = field(default_factory=dict)
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    return torch.tensor(value, dtype=torch.float64).to(dtype).item()
+
+
+def output_dtype(stored: torch.dtype, requested: str) -> torch.dtype:
+    return stored if requested == "auto" else getattr(torch, requested)
+
+
+def bhyt_config(source: Source, arguments: GraftArguments) -> BHyTLlamaConfig:
+    """The source's configuration with BHyT's fields: made afresh, so that nothing calls it a Llama any more."""
+    values = source.config.to_dict()
+    for name in ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "_name_or_path"):
+        values.pop(name, None)
+
+    def number_or_list(numbers: list[float]):
+        return numbers[0] if len(numbers) == 1 else numbers
+
+    config = BHyTLlamaConfig(
+        **values,
+        norm_type="bhyt",
+        kappa=arguments.kappa,
+        attention_lambda=number_or_list(arguments.attention_lambda),
+        mlp_lambda=number_or_list(arguments.mlp_lambda),
+        variance_estimator=arguments.variance_estimator,
+        exact_variance_layers=arguments.exact_variance_layers,
+    )
+    assert config.model_type == "bhyt_llama"
+    return config
+
+
+def fit_graft(source: Source, config: BHyTLlamaConfig, windows: Tensor, arguments: GraftArguments) -> Graft:
+    """Fits every site to the source's own states over `windows` (N, T) of token ids, in two passes.
+
+    The first measures each block's mean squares and fits the gains before the attention; then r and c of every layer
+    are known, and the second fits the gains before the MLP under the statistic that the graft will use.
+    """
+    model, eps, num_layers = source.model, config.rms_norm_eps, config.num_hidden_layers
+    graft = Graft(config)
+    for layer in range(num_layers):
+        for site, name in NORM_OF_SITE.items():
+            stored = source.tensors[f"model.layers.{layer}.{name}.weight"].dtype
+            dtype = output_dtype(stored, arguments.dtype)
+            graft.sites[layer, site] = GraftedSite(rounded(config.site_lambda(site, layer), dtype), dtype=dtype)
+
+    def fits(site: str) -> list[GainFit]:
+        norms = [getattr(layer, NORM_OF_SITE[site]) for layer in model.model.layers]
+        return [GainFit(norm, graft.sites[i, site].lam, config.kappa, eps) for i, norm in enumerate(norms)]
+
+    statistics, attention_fits, mlp_fits = BlockStatistics(num_layers), fits("attention"), fits("mlp")
+
+    def see_first(layer: int, site: str, x: Tensor):
+        statistics.see(layer, site, x)
+        if site == "attention":
+            attention_fits[layer].see(x, mean_square(x))
+
+    run_over(model, windows, arguments.batch_size, see_first, "calibrating, 1 of 2")
+    for layer in range(num_layers):
+        graft.sites[layer, "attention"].gain = attention_fits[layer].gain()
+    for layer in config.estimated_layers:
+        site = graft.sites[layer, "mlp"]
+        ratio, offset = _ratio_and_offset(layer, model, config, graft, statistics)
+        site.ratio, site.offset = rounded(ratio, site.dtype), rounded(offset, site.dtype)
+
+    block_input: dict[int, Tensor] = {}
+
+    def see_second(layer: int, site: str, x: Tensor):
+        if site == "attention":
+            block_input[layer] = mean_square(x)
+        else:
+            mlp_fits[layer].see(x, graft.sites[layer, "mlp"].statistic(mean_square(x), block_input.pop(layer)))
+
+    run_over(model, windows, arguments.batch_size, see_second, "calibrating, 2 of 2")
+    for layer in range(num_layers):
+        graft.sites[layer, "mlp"].gain = mlp_fits[layer].gain()
+    return graft
+
+
+def _ratio_and_offset(
+    layer: int, model: LlamaForCausalLM, config: BHyTLlamaConfig, graft: Graft, statistics: BlockStatistics
+) -> tuple[float, float]:
+    if config.second_site_estimator == "fitted":
+        return fit_ratio_and_offset(*statistics.of_layer(layer))
+    site, attention = graft.sites[layer, "attention"], model.model.layers[layer].self_attn
+    refined = {}
+    if config.second_site_estimator == "uniform_attention":
+        biases = {"value_bias": attention.v_proj.bias, "output_bias": attention.o_proj.bias}
+        refined = {"gamma": site.gain.to(site.dtype), **biases}
+    with torch.no_grad():
+        c = attention_variance(
+            attention.v_proj.weight,
+            attention.o_proj.weight,
+            attention.head_dim,
+            strength=site.lam / config.kappa,
+            context_length=config.variance_context_length,
+            **refined,
+        )
+    return 1.0, c
+
+
+def grafted_tensors(source: Source, graft: Graft, dtype: str) -> dict[str, Tensor]:
+    """The whole checkpoint by name: sites from the graft, everything else from the source, bit for bit."""
+    tensors = {}
+    left_out = {*source.norm_names, *source.recomputed}
+    if source.config.tie_word_embeddings:
+        left_out.add("lm_head.weight")
+    for name in source.tensors:
+        if name not in left_out:
+            stored = source.tensors[name]
+            tensors[name] = stored.to(output_dtype(stored.dtype, dtype))
+    for (layer, site), grafted in graft.sites.items():
+        tensors |= grafted.tensors(f"model.layers.{layer}.{NORM_OF_SITE[site]}")
+    return tensors
+
+
+def assemble(config: BHyTLlamaConfig, tensors: dict[str, Tensor]) -> BHyTLlamaForCausalLM:
+    """A model that holds these very tensors, ready to be saved (not to be run: its RoPE tables are empty)."""
+    with torch.device("meta"):
+        model = BHyTLlamaForCausalLM(config)
+    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    return model

@@ -1,0 +1,218 @@
+"""Reads a plain Llama checkpoint: a folder of safetensors, a GGUF file or a Hub id. Refuses what it cannot carry over."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from huggingface_hub import ModelCard, snapshot_download
+from rich.progress import track
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from .gguf_source import read_gguf
+
+
+NORM_SUFFIXES = (".input_layernorm.weight", ".post_attention_layernorm.weight")
+# Written by old versions of transformers, recomputed from the configuration since
+RECOMPUTED_SUFFIX = ".self_attn.rotary_emb.inv_freq"
+
+
+@dataclass
+class Source:
+    """A plain Llama checkpoint, checked but not yet in memory: `tensors` yields each tensor as it is stored."""
+
+    name: str
+    config: LlamaConfig
+    tensors: Mapping[str, Tensor]
+    tokenizer: PreTrainedTokenizerBase
+    generation_config: GenerationConfig | None
+    open_model: Callable[[], LlamaForCausalLM]
+    files: dict[str, dict]
+    quantization: str | None = None
+    license: str | None = None
+    recomputed: list[str] = field(default_factory=list)
+
+    @cached_property
+    def model(self) -> LlamaForCausalLM:
+        """The source in memory, in its own dtype; opened when it is first asked for."""
+        return self.open_model().eval()
+
+    @property
+    def norm_names(self) -> list[str]:
+        return [name for name in self.tensors if name.endswith(NORM_SUFFIXES)]
+
+    @property
+    def hub_id(self) -> str | None:
+        return None if Path(self.name).exists() else self.name
+
+
+class StoredTensors(Mapping):
+    """The tensors of safetensors files by name, each read when it is asked for."""
+
+    def __init__(self, files: list[Path]):
+        self._files = {}
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                self._files |= dict.fromkeys(opened.keys(), file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._files[name], "pt") as opened:
+            return opened.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def read_source(name: str) -> Source:
+    """Opens the checkpoint and checks it whole.
+
+    Raises:
+        ValueError: not a plain Llama checkpoint, or one whose files and configuration contradict each other.
+    """
+    path = Path(name)
+    if path.suffix == ".gguf":
+        source = _read_gguf_source(name, path)
+    else:
+        source = _read_folder(name, path if path.is_dir() else _download(name))
+    _make_portable(source.tokenizer, source.config)
+    return source
+
+
+def _read_gguf_source(name: str, path: Path) -> Source:
+    if not path.is_file():
+        raise ValueError(f"no GGUF file at {name}")
+    model, tokenizer, values, quantization = read_gguf(path)
+    tensors = dict(model.state_dict())
+    if model.config.tie_word_embeddings:
+        tensors.pop("lm_head.weight")
+    return Source(
+        name,
+        model.config,
+        tensors,
+        tokenizer,
+        model.generation_config,
+        open_model=lambda: model,
+        files=_describe([path]),
+        quantization=quantization,
+        license=values.get("general.license"),
+    )
+
+
+def _read_folder(name: str, folder: Path) -> Source:
+    stated, config = _read_llama_config(folder)
+    files = _weight_files(folder)
+    tensors = StoredTensors(files)
+    recomputed = [key for key in tensors if key.endswith(RECOMPUTED_SUFFIX)]
+    _settle_tie(config, tensors, is_stated="tie_word_embeddings" in stated)
+    _check_tensor_names(config, set(tensors) - set(recomputed))
+    has_generation_config = (folder / "generation_config.json").is_file()
+    card = folder / "README.md"
+    return Source(
+        name,
+        config,
+        tensors,
+        AutoTokenizer.from_pretrained(folder),
+        GenerationConfig.from_pretrained(folder) if has_generation_config else None,
+        open_model=lambda: LlamaForCausalLM.from_pretrained(folder, config=config, dtype="auto"),
+        files=_describe(files),
+        license=ModelCard.load(card, ignore_metadata_errors=True).data.license if card.is_file() else None,
+        recomputed=recomputed,
+    )
+
+
+def _download(repository: str) -> Path:
+    if repository.count("/") > 1 or repository.startswith((".", "/")):
+        raise ValueError(f"no folder at {repository}: give a folder, a .gguf file or a Hub id")
+    try:
+        return Path(snapshot_download(repository, allow_patterns=["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{repository} is no folder here and could not be read from the Hub: {reason}") from error
+
+
+def _read_llama_config(folder: Path) -> tuple[dict, LlamaConfig]:
+    """config.json as it stands, and as transformers reads it."""
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{folder} holds an adapter: merge it into its base model first (PEFT: merge_and_unload)")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json: give the folder of a Llama checkpoint")
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    model_type = values.get("model_type")
+    if model_type == "bhyt_llama":
+        raise ValueError(f"{folder} is a BHyT checkpoint already")
+    if model_type != "llama":
+        raise ValueError(f"{folder} has model_type {model_type!r}: only 'llama' checkpoints can be grafted")
+    if "quantization_config" in values:
+        method = values["quantization_config"].get("quant_method", "unknown")
+        raise ValueError(f"{folder} is quantised ({method}): dequantise it, or start from the original checkpoint")
+    return values, LlamaConfig.from_pretrained(folder)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        pickles = sorted(folder.glob("*.bin"))
+        hint = "; save its pickle as safetensors first" if pickles else ": complete the download"
+        raise ValueError(f"{folder} lacks {', '.join(missing[:3])} ({len(missing)} of {len(names)} weight files){hint}")
+    return [folder / name for name in names]
+
+
+def _settle_tie(config: LlamaConfig, tensors: StoredTensors, is_stated: bool):
+    """Checks that configuration and file agree on the tie of head and embeddings; an unstated tie is read off the file."""
+    has_head = "lm_head.weight" in tensors
+    if not is_stated:
+        config.tie_word_embeddings = not has_head
+    elif config.tie_word_embeddings and has_head:
+        if not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
+            raise ValueError(
+                "config.json says tie_word_embeddings = true, but the file holds an lm_head.weight that differs from "
+                "model.embed_tokens.weight: set tie_word_embeddings to false, or remove lm_head.weight"
+            )
+    elif not config.tie_word_embeddings and not has_head:
+        raise ValueError(
+            "config.json says tie_word_embeddings = false, but the file holds no lm_head.weight: "
+            "set tie_word_embeddings to true, or complete the checkpoint"
+        )
+
+
+def _check_tensor_names(config: LlamaConfig, names: set[str]):
+    """Every tensor of the file must have a place in the model, and every place a tensor."""
+    with torch.device("meta"):
+        expected = set(LlamaForCausalLM(config).state_dict())
+    optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    for problem, keys in (("unexpected", names - expected), ("missing", expected - names - optional)):
+        if keys:
+            shown = ", ".join(sorted(keys)[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
+            hint = "; are attention_bias and mlp_bias set as they should?" if any(".bias" in k for k in keys) else ""
+            raise ValueError(f"{len(keys)} {problem} tensors for this config.json: {shown}{hint}")
+
+
+def _make_portable(tokenizer: PreTrainedTokenizerBase, config: LlamaConfig):
+    """A finite model_max_length, and no trace of where the files lay."""
+    tokenizer.model_max_length = min(tokenizer.model_max_length, config.max_position_embeddings)
+    for leftover in ("is_local", "local_files_only", "name_or_path", "gguf_file"):
+        tokenizer.init_kwargs.pop(leftover, None)
+    config.__dict__.pop("_model_name_or_path", None)
+
+
+def _describe(files: list[Path]) -> dict[str, dict]:
+    described = {}
+    for file in track(files, description="reading the source"):
+        digest = hashlib.sha256()
+        with file.open("rb") as opened:
+            while chunk := opened.read(1 << 20):
+                digest.update(chunk)
+        described[file.name] = {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+    return described

@@ -1,0 +1,1 @@
+"""Measures checkpoints. Imports nothing of the rooms that make them."""

@@ -1,0 +1,163 @@
+"""Perplexity and KL divergence over fixed windows of text.
+
+The protocol, so that a figure can be repeated:
+- documents are tokenised without special tokens and joined by the tokenizer's EOS, the last one included;
+- the stream is cut into windows of `window_length` tokens that do not overlap; an incomplete last one is dropped;
+- the BOS rule: a window begins with BOS if, and only if, the tokenizer itself puts one before a text. BOS counts as one
+  of the window's tokens;
+- every token but a window's first is predicted from that window alone; losses are added in fp64, in nats, so that the
+  batch size makes no difference beyond the rounding of the model's own arithmetic.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass
+class Perplexity:
+    """exp(mean loss); `loss` in nats a token over `num_tokens` predicted tokens."""
+
+    loss: float
+    num_tokens: int
+    num_windows: int
+    window_length: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+@dataclass
+class Comparison:
+    """A model against a reference on the same windows. `kl` = mean KL(reference || model) in nats a token."""
+
+    reference: Perplexity
+    model: Perplexity
+    kl: float
+
+    @property
+    def ratio(self) -> float:
+        """The model's perplexity over the reference's; 1 means that nothing was lost."""
+        return math.exp(self.model.loss - self.reference.loss)
+
+
+def read_documents(path: str) -> list[str]:
+    """Reads a text file (one document), or JSONL with a `text` field; `FILE[a:b]` takes documents a to b of a JSONL.
+
+    Raises:
+        ValueError: no such file, no text in it, or a line that is not an object with `text`.
+    """
+    name, start, stop = re.fullmatch(r"(.*?)(?:\[(\d*):(\d*)\])?", path, flags=re.DOTALL).groups()
+    file = Path(name)
+    if not file.is_file():
+        raise ValueError(f"no text file at {name}: give a .txt or a .jsonl with a 'text' field")
+    content = file.read_text(encoding="utf-8")
+    if file.suffix not in (".jsonl", ".json"):
+        documents = [content]
+    else:
+        documents = []
+        # Not splitlines(): JSON strings may hold characters such as U+2028 that it takes for line ends
+        for number, line in enumerate(content.split("\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                text = json.loads(line)["text"]
+            except (json.JSONDecodeError, KeyError, TypeError):
+                text = None
+            if not isinstance(text, str):
+                raise ValueError(f"{name}, line {number}: not a JSON object with a string 'text'")
+            documents.append(text)
+    documents = documents[int(start) if start else None : int(stop) if stop else None]
+    if not any(document.strip() for document in documents):
+        raise ValueError(f"{path} holds no text")
+    return documents
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """The BOS rule: whether the tokenizer itself puts BOS before a text."""
+    return tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+
+
+def text_windows(
+    tokenizer: PreTrainedTokenizerBase, documents: list[str], window_length: int, num_windows: int | None = None
+) -> Tensor:
+    """Cuts documents into (num_windows, window_length) token ids, by the protocol above.
+
+    Raises:
+        ValueError: the text is too short for `num_windows` (or for a single window, where that is None).
+    """
+    bos = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    num_text_tokens = window_length - len(bos)
+    needed = math.inf if num_windows is None else num_windows * num_text_tokens
+    stream: list[int] = []
+    for document in documents:
+        # verbose=False: windows are cut here, so a document longer than the context is no reason to warn
+        stream += tokenizer(document, add_special_tokens=False, verbose=False).input_ids + eos
+        if len(stream) >= needed:
+            break
+    available = len(stream) // num_text_tokens
+    if available < (num_windows or 1):
+        raise ValueError(
+            f"the text holds {available} windows of {window_length} tokens, {num_windows or 1} are needed: "
+            "give more text, fewer or shorter windows"
+        )
+    starts = range(0, (num_windows or available) * num_text_tokens, num_text_tokens)
+    return torch.tensor([bos + stream[start : start + num_text_tokens] for start in starts])
+
+
+def _logits(model: PreTrainedModel, windows: Tensor) -> Tensor:
+    return model(input_ids=windows.to(model.device), use_cache=False).logits[:, :-1].float()
+
+
+def _total_loss(logits: Tensor, windows: Tensor) -> float:
+    targets = windows[:, 1:].to(logits.device)
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.double().sum().item()
+
+
+def _batches(model: PreTrainedModel, windows: Tensor, batch_size: int, description: str) -> Iterator[Tensor]:
+    limit = model.config.max_position_embeddings
+    if windows.shape[1] > limit:
+        raise ValueError(f"windows of {windows.shape[1]} tokens do not fit the model's {limit} positions")
+    model.eval()
+    return iter(track(windows.split(batch_size), description=description))
+
+
+def _perplexity(total_loss: float, windows: Tensor) -> Perplexity:
+    num_windows, window_length = windows.shape
+    num_tokens = num_windows * (window_length - 1)
+    return Perplexity(total_loss / num_tokens, num_tokens, num_windows, window_length)
+
+
+@torch.no_grad()
+def perplexity(model: PreTrainedModel, windows: Tensor, batch_size: int = 4) -> Perplexity:
+    """Perplexity of a causal language model on windows from `text_windows`."""
+    batches = _batches(model, windows, batch_size, "perplexity")
+    return _perplexity(sum(_total_loss(_logits(model, batch), batch) for batch in batches), windows)
+
+
+@torch.no_grad()
+def compare(
+    reference: PreTrainedModel, model: PreTrainedModel, windows: Tensor, batch_size: int = 4
+) -> Comparison:
+    """Perplexity of both and KL(reference || model) in one pass over the windows."""
+    reference.eval()
+    reference_loss = model_loss = kl = 0.0
+    for batch in _batches(model, windows, batch_size, "comparing with the source"):
+        expected, actual = _logits(reference, batch), _logits(model, batch)
+        reference_loss += _total_loss(expected, batch)
+        model_loss += _total_loss(actual, batch)
+        expected, actual = expected.log_softmax(-1), actual.log_softmax(-1)
+        kl += torch.nn.functional.kl_div(actual, expected, reduction="sum", log_target=True).double().item()
+    result = _perplexity(model_loss, windows)
+    return Comparison(_perplexity(reference_loss, windows), result, kl / result.num_tokens)

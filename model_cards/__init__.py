@@ -1,0 +1,1 @@
+"""Model cards: a template and what fills it."""

@@ -1,0 +1,19 @@
+"""Asks a chat model one question. Usage: python chat.py FOLDER_OR_HUB_ID QUESTION"""
+
+import sys
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+
+# The name under which an editable install would answer: the folder's own code is to be used
+assert "modeling_bhyt" not in sys.modules
+
+name, question = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+print(f"\n{type(model).__module__}.{type(model).__name__}\n\n{question}\n")
+
+messages = [{"role": "user", "content": question}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+model.generate(**inputs, max_new_tokens=128, do_sample=False, streamer=streamer)

@@ -1,7 +1,6 @@
 """python -m conversion graft SOURCE OUTPUT"""
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from evaluation.perplexity import read_documents, text_windows
 from model_cards.render import save_card
 from modeling_bhyt import BHyTLlamaForCausalLM
 
-from .arguments import GraftArguments, command_and_arguments, parse_graft_arguments
+from .arguments import GraftArguments, command_and_arguments, fail, parse_graft_arguments
 from .calibration import sample_windows
 from .graft import Graft, assemble, bhyt_config, fit_graft, grafted_tensors
 from .report import measure, report_of, save_report, show, summary_rows
@@ -66,7 +65,8 @@ def choose_texts(arguments: GraftArguments, source: Source) -> tuple[Tensor, Ten
     length, tokenizer = arguments.window_length, source.tokenizer
     if length > source.config.max_position_embeddings:
         raise ValueError(
-            f"window_length is {length}, but the source has {source.config.max_position_embeddings} positions"
+            f"window_length is {length}, but the source has {source.config.max_position_embeddings} positions: "
+            f"give --window_length {source.config.max_position_embeddings}"
         )
 
     def windows(text: str | None, num_windows: int) -> Tensor:
@@ -116,20 +116,15 @@ def save_checkpoint(folder: Path, source: Source, fitted: Graft, dtype: str):
 def main():
     command, arguments = command_and_arguments()
     if command != "graft":
-        sys.exit(_fail(f"unknown command {command!r}: python -m conversion --help lists them"))
+        fail(f"unknown command {command!r}: python -m conversion --help lists them")
     try:
         graft(parse_graft_arguments(arguments))
     except StrictDataclassError as error:
-        sys.exit(_fail(str(error).splitlines()[-1].strip().removeprefix("ValueError: ")))
+        fail(str(error).splitlines()[-1].strip().removeprefix("ValueError: "))
     except (ValueError, OSError) as error:
-        sys.exit(_fail(" ".join(str(error).split())))
+        fail(" ".join(str(error).split()))
     except KeyboardInterrupt:
-        sys.exit(_fail("interrupted: nothing was written", code=130))
-
-
-def _fail(message: str, code: int = 2) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return code
+        fail("interrupted: nothing was written", code=130)
 
 
 if __name__ == "__main__":

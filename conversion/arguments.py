@@ -4,6 +4,7 @@ import math
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import NoReturn
 
 import yaml
 from transformers import HfArgumentParser
@@ -17,10 +18,10 @@ ESTIMATORS = ("fitted", "uniform_attention", "published", "exact")
 class GraftArguments:
     """Grafts BHyT into a plain Llama checkpoint: python -m conversion graft SOURCE OUTPUT [--flags]"""
 
-    source: str | None = field(
-        default=None, metadata={"help": "A folder with a safetensors checkpoint, a .gguf file, or a Hub id."}
+    source: str = field(
+        default="", metadata={"help": "A folder with a safetensors checkpoint, a .gguf file, or a Hub id."}
     )
-    output: str | None = field(default=None, metadata={"help": "The folder to make."})
+    output: str = field(default="", metadata={"help": "The folder to make."})
     config: str | None = field(default=None, metadata={"help": "A YAML file with any of these; flags override it."})
     attention_lambda: list[float] = field(
         default_factory=lambda: [0.25],
@@ -68,13 +69,18 @@ class GraftArguments:
         for name in ("source", "output"):
             if not getattr(self, name):
                 raise ValueError(f"{name.upper()} is missing: python -m conversion graft SOURCE OUTPUT")
-        self.exact_variance_layers = _layer_indices(self.exact_variance_layers)
+        self.exact_layers = _layer_indices(self.exact_variance_layers)
         for name in ("attention_lambda", "mlp_lambda", "kappa"):
             value = getattr(self, name)
             for number in value if isinstance(value, list) else [value]:
                 if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < math.inf:
                     raise ValueError(f"{name} is {number!r}: give a finite number above 0")
-        for name, least in (("num_calibration_tokens", 1), ("num_report_tokens", 1), ("window_length", 8), ("batch_size", 1)):
+        for name, least in (
+            ("num_calibration_tokens", 1),
+            ("num_report_tokens", 1),
+            ("window_length", 8),
+            ("batch_size", 1),
+        ):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ValueError(f"{name} is {number!r}: give a whole number of at least {least}")
@@ -103,30 +109,42 @@ def _layer_indices(layers) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def parse_graft_arguments(arguments: list[str]) -> GraftArguments:
+class OneLineParser(HfArgumentParser):
+    """Identical to HfArgumentParser except: bad input gets one line, not the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+
+def parse_graft_arguments(words: list[str]) -> GraftArguments:
     """Flags over the YAML of `--config` over the defaults. Exits with 2 and one line on any bad input."""
-    parser = HfArgumentParser(GraftArguments, prog="python -m conversion graft", description=GraftArguments.__doc__)
+    parser = OneLineParser(GraftArguments, prog="python -m conversion graft", description=GraftArguments.__doc__)
     parser.add_argument("places", nargs="*", metavar="SOURCE OUTPUT", help="the same as --source and --output")
-    early, _ = parser.parse_known_args(arguments)
-    if len(early.places) > 2:
-        parser.error(f"unexpected argument {early.places[2]!r}: give SOURCE and OUTPUT")
-    defaults = _read_yaml(parser, early.config) if early.config else {}
+    early, unknown = parser.parse_known_args(words)
+    if unknown or len(early.places) > 2:
+        parser.error(f"unknown argument {(unknown or early.places[2:])[0]!r}: see python -m conversion graft --help")
+    defaults = _read_yaml(early.config) if early.config else {}
     parser.set_defaults(**defaults | dict(zip(("source", "output"), early.places)))
     try:
-        return parser.parse_args_into_dataclasses(arguments)[0]
+        return parser.parse_args_into_dataclasses(words)[0]
     except ValueError as error:
-        parser.exit(2, f"error: {error}\n")
+        fail(str(error))
 
 
-def _read_yaml(parser: HfArgumentParser, path: str) -> dict:
+def fail(message: str, code: int = 2) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _read_yaml(path: str) -> dict:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except (OSError, yaml.YAMLError) as error:
-        parser.exit(2, f"error: {path} cannot be read: {str(error).splitlines()[0]}\n")
+        fail(f"{path} cannot be read: {str(error).splitlines()[0]}")
     known = {f.name for f in fields(GraftArguments)} - {"config"}
     if not isinstance(values, dict) or (unknown := sorted(set(values) - known)):
         what = f"unknown key {unknown[0]!r}" if isinstance(values, dict) else "not a mapping of keys to values"
-        parser.exit(2, f"error: {path}: {what}; known keys are {', '.join(sorted(known))}\n")
+        fail(f"{path}: {what}; known keys are {', '.join(sorted(known))}")
     for name in ("attention_lambda", "mlp_lambda"):
         if name in values and not isinstance(values[name], list):
             values[name] = [values[name]]
@@ -142,9 +160,8 @@ commands:
 
 
 def command_and_arguments() -> tuple[str, list[str]]:
-    match sys.argv[1:]:
-        case [] | ["-h" | "--help", *_]:
-            print(USAGE)
-            sys.exit(0 if sys.argv[1:] else 2)
-        case [command, *arguments]:
-            return command, arguments
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE)
+        sys.exit(0 if words else 2)
+    return words[0], words[1:]

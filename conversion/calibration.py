@@ -13,13 +13,14 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from evaluation.perplexity import adds_bos
+from modeling_bhyt.configuration_bhyt import Site
 from modeling_bhyt.normalization_bhyt import bhyt, mean_square
 
 
-SITES = ("attention", "mlp")
+SITES: tuple[Site, Site] = ("attention", "mlp")
 
 
-def site_norms(model: LlamaForCausalLM) -> Iterator[tuple[int, str, torch.nn.Module]]:
+def site_norms(model: LlamaForCausalLM) -> Iterator[tuple[int, Site, torch.nn.Module]]:
     """(layer, site, norm) of every pre-norm, in the order in which a token meets them."""
     for layer_idx, layer in enumerate(model.model.layers):
         yield layer_idx, "attention", layer.input_layernorm
@@ -27,10 +28,10 @@ def site_norms(model: LlamaForCausalLM) -> Iterator[tuple[int, str, torch.nn.Mod
 
 
 @contextmanager
-def watch_norms(model: LlamaForCausalLM, see: Callable[[int, str, Tensor], None]):
+def watch_norms(model: LlamaForCausalLM, see: Callable[[int, Site, Tensor], None]):
     """Calls `see(layer, site, x)` with every norm's input while the model runs. x is (B, T, D), fp32."""
 
-    def hook(layer_idx: int, site: str):
+    def hook(layer_idx: int, site: Site):
         return lambda module, arguments: see(layer_idx, site, arguments[0].float())
 
     handles = [norm.register_forward_pre_hook(hook(layer, site)) for layer, site, norm in site_norms(model)]
@@ -53,14 +54,17 @@ class BlockStatistics:
     """Mean squares of every block's input and of the second site's, a number a token, without each window's first."""
 
     def __init__(self, num_layers: int):
-        self._seen = {(layer, site): [] for layer in range(num_layers) for site in SITES}
+        self._seen: dict[tuple[int, Site], list[Tensor]] = {
+            (layer, site): [] for layer in range(num_layers) for site in SITES
+        }
 
-    def see(self, layer: int, site: str, x: Tensor):
+    def see(self, layer: int, site: Site, x: Tensor):
         self._seen[layer, site].append(mean_square(x)[:, 1:].flatten())
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """(mean squares of the block's input, of the second site's input), fp64, one a token."""
-        return tuple(torch.cat(self._seen[layer, site]).double() for site in SITES)
+        first, second = (torch.cat(self._seen[layer, site]).double() for site in SITES)
+        return first, second
 
 
 def fit_ratio_and_offset(block_input: Tensor, second_site: Tensor) -> tuple[float, float]:

@@ -12,7 +12,17 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 TENSORS = {"token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight"}
 BLOCK_TENSORS = {
     f"{name}.weight"
-    for name in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+    for name in (
+        "attn_norm",
+        "attn_q",
+        "attn_k",
+        "attn_v",
+        "attn_output",
+        "ffn_norm",
+        "ffn_gate",
+        "ffn_up",
+        "ffn_down",
+    )
 }
 UNQUANTIZED = {"F32", "F16", "BF16"}
 
@@ -24,7 +34,9 @@ def read_gguf(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase, di
         ValueError: an architecture, a tensor or a RoPE scaling that Llama's configuration cannot carry over.
     """
     reader = GGUFReader(path)
-    values = {name: field.contents() for name, field in reader.fields.items() if name.count(".") and "tokens" not in name}
+    values = {
+        name: field.contents() for name, field in reader.fields.items() if name.count(".") and "tokens" not in name
+    }
     _refuse_unknown(values, reader)
     place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     model = LlamaForCausalLM.from_pretrained(
@@ -49,7 +61,9 @@ def _refuse_unknown(values: dict, reader: GGUFReader):
     if architecture != "llama":
         raise ValueError(f"the GGUF file holds architecture {architecture!r}: only 'llama' can be grafted")
     for tensor in reader.tensors:
-        known = tensor.name in TENSORS or (tensor.name.startswith("blk.") and tensor.name.split(".", 2)[2] in BLOCK_TENSORS)
+        known = tensor.name in TENSORS or (
+            tensor.name.startswith("blk.") and tensor.name.split(".", 2)[2] in BLOCK_TENSORS
+        )
         if not known:
             raise ValueError(f"the GGUF file holds {tensor.name}, which has no place in a Llama without biases")
     rotated, head = values.get("llama.rope.dimension_count"), values.get("llama.attention.key_length")
@@ -67,13 +81,16 @@ def _rope_scaling(values: dict, reader: GGUFReader, config) -> dict | None:
         return {"rope_type": "linear", "factor": float(values["llama.rope.scaling.factor"])}
     if kind == "none":
         return _llama3_scaling(torch.from_numpy(np.array(factors, dtype=np.float32)), config)
-    raise ValueError(f"llama.rope.scaling.type is {kind!r}: only 'linear' and Llama 3's rope_freqs can be carried over")
+    raise ValueError(
+        f"llama.rope.scaling.type is {kind!r}: only 'linear' and Llama 3's rope_freqs can be carried over"
+    )
 
 
 def _llama3_scaling(factors: torch.Tensor, config) -> dict:
     """Llama 3's scaling, proven by recomputing the file's `rope_freqs` (each frequency's divisor) from it."""
     plain = LlamaRotaryEmbedding(config).inv_freq
-    for original in (8192, config.max_position_embeddings // round(factors.max().item())):
+    guesses = {8192, config.max_position_embeddings // round(factors.max().item())}
+    for original in sorted(guess for guess in guesses if guess < config.max_position_embeddings):
         scaling = {
             "rope_type": "llama3",
             "factor": factors.max().item(),
@@ -85,4 +102,3 @@ def _llama3_scaling(factors: torch.Tensor, config) -> dict:
         if torch.allclose(plain / LlamaRotaryEmbedding(trial).inv_freq, factors, rtol=1e-3):
             return scaling
     raise ValueError("rope_freqs.weight is not Llama 3's RoPE scaling with factors 1 and 4: it cannot be carried over")
-

@@ -1,12 +1,14 @@
 """The graft in closed form: from a source's statistics to the tensors of a BHyT checkpoint."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM
+from modeling_bhyt.configuration_bhyt import Site
 from modeling_bhyt.normalization_bhyt import attention_variance, mean_square
 
 from .arguments import GraftArguments
@@ -14,7 +16,7 @@ from .calibration import BlockStatistics, GainFit, fit_ratio_and_offset, run_ove
 from .source import Source
 
 
-NORM_OF_SITE = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
+NORM_OF_SITE: dict[Site, str] = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
 
 
 @dataclass
@@ -22,10 +24,10 @@ class GraftedSite:
     """The parameters of one BHyT site, as numbers that the saved dtype holds exactly."""
 
     lam: float
-    gain: Tensor | None = None
+    dtype: torch.dtype
+    gain: Tensor = field(default_factory=lambda: torch.empty(0))
     ratio: float | None = None
     offset: float | None = None
-    dtype: torch.dtype = torch.float32
 
     @property
     def is_estimated(self) -> bool:
@@ -33,10 +35,12 @@ class GraftedSite:
 
     def statistic(self, own: Tensor, block_input: Tensor) -> Tensor:
         """The mean square that the site normalises by."""
-        return self.ratio * block_input + self.offset if self.is_estimated else own
+        if self.ratio is None or self.offset is None:
+            return own
+        return self.ratio * block_input + self.offset
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        values = {"weight": self.gain, "lam": [self.lam]}
+        values: dict[str, Any] = {"weight": self.gain, "lam": [self.lam]}
         if self.is_estimated:
             values |= {"variance_ratio": [self.ratio], "variance_offset": [self.offset]}
         return {f"{prefix}.{name}": torch.as_tensor(value).to(self.dtype) for name, value in values.items()}
@@ -47,7 +51,7 @@ class Graft:
     """Everything that the graft decided."""
 
     config: BHyTLlamaConfig
-    sites: dict[tuple[int, str], GraftedSite] = field(default_factory=dict)
+    sites: dict[tuple[int, Site], GraftedSite] = field(default_factory=dict)
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
@@ -74,7 +78,7 @@ def bhyt_config(source: Source, arguments: GraftArguments) -> BHyTLlamaConfig:
         attention_lambda=number_or_list(arguments.attention_lambda),
         mlp_lambda=number_or_list(arguments.mlp_lambda),
         variance_estimator=arguments.variance_estimator,
-        exact_variance_layers=arguments.exact_variance_layers,
+        exact_variance_layers=arguments.exact_layers,
     )
     assert config.model_type == "bhyt_llama"
     return config
@@ -92,15 +96,15 @@ def fit_graft(source: Source, config: BHyTLlamaConfig, windows: Tensor, argument
         for site, name in NORM_OF_SITE.items():
             stored = source.tensors[f"model.layers.{layer}.{name}.weight"].dtype
             dtype = output_dtype(stored, arguments.dtype)
-            graft.sites[layer, site] = GraftedSite(rounded(config.site_lambda(site, layer), dtype), dtype=dtype)
+            graft.sites[layer, site] = GraftedSite(rounded(config.site_lambda(site, layer), dtype), dtype)
 
-    def fits(site: str) -> list[GainFit]:
+    def fits(site: Site) -> list[GainFit]:
         norms = [getattr(layer, NORM_OF_SITE[site]) for layer in model.model.layers]
         return [GainFit(norm, graft.sites[i, site].lam, config.kappa, eps) for i, norm in enumerate(norms)]
 
     statistics, attention_fits, mlp_fits = BlockStatistics(num_layers), fits("attention"), fits("mlp")
 
-    def see_first(layer: int, site: str, x: Tensor):
+    def see_first(layer: int, site: Site, x: Tensor):
         statistics.see(layer, site, x)
         if site == "attention":
             attention_fits[layer].see(x, mean_square(x))
@@ -109,13 +113,13 @@ def fit_graft(source: Source, config: BHyTLlamaConfig, windows: Tensor, argument
     for layer in range(num_layers):
         graft.sites[layer, "attention"].gain = attention_fits[layer].gain()
     for layer in config.estimated_layers:
-        site = graft.sites[layer, "mlp"]
+        second = graft.sites[layer, "mlp"]
         ratio, offset = _ratio_and_offset(layer, model, config, graft, statistics)
-        site.ratio, site.offset = rounded(ratio, site.dtype), rounded(offset, site.dtype)
+        second.ratio, second.offset = rounded(ratio, second.dtype), rounded(offset, second.dtype)
 
     block_input: dict[int, Tensor] = {}
 
-    def see_second(layer: int, site: str, x: Tensor):
+    def see_second(layer: int, site: Site, x: Tensor):
         if site == "attention":
             block_input[layer] = mean_square(x)
         else:

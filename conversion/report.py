@@ -11,6 +11,7 @@ from torch import Tensor
 
 from evaluation.perplexity import Comparison, compare
 from modeling_bhyt import BHyTLlamaForCausalLM, __version__
+from modeling_bhyt.configuration_bhyt import Site
 from modeling_bhyt.normalization_bhyt import mean_square
 
 from .arguments import GraftArguments
@@ -33,7 +34,7 @@ class SiteReport:
     """
 
     layer: int
-    site: str
+    site: Site
     lam: float
     variance_ratio: float | None
     variance_offset: float | None
@@ -54,7 +55,7 @@ class SiteMeter:
         self.sums = {key: torch.zeros(6, dtype=torch.float64) for key in self.norms}
         self._block_input: dict[int, Tensor] = {}
 
-    def see(self, layer: int, site: str, x: Tensor):
+    def see(self, layer: int, site: Site, x: Tensor):
         config, grafted = self.graft.config, self.graft.sites[layer, site]
         own = mean_square(x)
         if site == "attention":
@@ -180,7 +181,10 @@ def summary_rows(report: dict) -> list[tuple[str, str]]:
         error = max(estimated, key=lambda site: site["estimator_log_error"])
         rows.append(("largest log error of the estimator", f"{error['estimator_log_error']:.4f} ({_place(error)})"))
     rows.append(
-        ("depth bound (Theorem 3.5) holds", f"at {nominal} of {len(sites)} sites at gamma = 1, {within} with the gains")
+        (
+            "depth bound (Theorem 3.5) holds",
+            f"at {nominal} of {len(sites)} sites at gamma = 1, {within} with the gains",
+        )
     )
     return rows
 
@@ -207,7 +211,11 @@ def markdown(report: dict) -> str:
         cells = [site["layer"], site["site"], f"{site['lam']:.4g}"]
         cells += [_number(site["variance_ratio"]), _number(site["variance_offset"])]
         cells += [f"{site['relative_output_error']:.4f}", f"{site['saturated_share']:.2e}"]
-        cells += [_number(site["estimator_log_error"]), f"{site['depth_nominal']:.4g}", f"{site['depth_effective']:.4g}"]
+        cells += [
+            _number(site["estimator_log_error"]),
+            f"{site['depth_nominal']:.4g}",
+            f"{site['depth_effective']:.4g}",
+        ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 

@@ -55,7 +55,7 @@ class StoredTensors(Mapping):
     """The tensors of safetensors files by name, each read when it is asked for."""
 
     def __init__(self, files: list[Path]):
-        self._files = {}
+        self._files: dict[str, Path] = {}
         for file in files:
             with safe_open(file, "pt") as opened:
                 self._files |= dict.fromkeys(opened.keys(), file)
@@ -132,7 +132,9 @@ def _download(repository: str) -> Path:
     if repository.count("/") > 1 or repository.startswith((".", "/")):
         raise ValueError(f"no folder at {repository}: give a folder, a .gguf file or a Hub id")
     try:
-        return Path(snapshot_download(repository, allow_patterns=["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]))
+        return Path(
+            snapshot_download(repository, allow_patterns=["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"])
+        )
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"{repository} is no folder here and could not be read from the Hub: {reason}") from error
@@ -165,7 +167,9 @@ def _weight_files(folder: Path) -> list[Path]:
     if missing := [name for name in names if not (folder / name).is_file()]:
         pickles = sorted(folder.glob("*.bin"))
         hint = "; save its pickle as safetensors first" if pickles else ": complete the download"
-        raise ValueError(f"{folder} lacks {', '.join(missing[:3])} ({len(missing)} of {len(names)} weight files){hint}")
+        raise ValueError(
+            f"{folder} lacks {', '.join(missing[:3])} ({len(missing)} of {len(names)} weight files){hint}"
+        )
     return [folder / name for name in names]
 
 

@@ -56,7 +56,8 @@ def read_documents(path: str) -> list[str]:
     Raises:
         ValueError: no such file, no text in it, or a line that is not an object with `text`.
     """
-    name, start, stop = re.fullmatch(r"(.*?)(?:\[(\d*):(\d*)\])?", path, flags=re.DOTALL).groups()
+    part = re.search(r"\[(\d*):(\d*)\]$", path)
+    name, start, stop = (path[: part.start()], part[1], part[2]) if part else (path, "", "")
     file = Path(name)
     if not file.is_file():
         raise ValueError(f"no text file at {name}: give a .txt or a .jsonl with a 'text' field")
@@ -147,9 +148,7 @@ def perplexity(model: PreTrainedModel, windows: Tensor, batch_size: int = 4) -> 
 
 
 @torch.no_grad()
-def compare(
-    reference: PreTrainedModel, model: PreTrainedModel, windows: Tensor, batch_size: int = 4
-) -> Comparison:
+def compare(reference: PreTrainedModel, model: PreTrainedModel, windows: Tensor, batch_size: int = 4) -> Comparison:
     """Perplexity of both and KL(reference || model) in one pass over the windows."""
     reference.eval()
     reference_loss = model_loss = kl = 0.0

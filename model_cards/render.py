@@ -7,10 +7,17 @@ from jinja2 import Environment, FileSystemLoader
 
 
 def render_card(
-    title: str, place: str, report: dict, summary: list[tuple[str, str]], base_model: str | None, has_chat_template: bool
+    title: str,
+    place: str,
+    report: dict,
+    summary: list[tuple[str, str]],
+    base_model: str | None,
+    has_chat_template: bool,
 ) -> str:
     """The card as text. Its front matter is parsed once, so that the Hub will not be the first to refuse it."""
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, keep_trailing_newline=True)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, keep_trailing_newline=True
+    )
     source = report["source"]
     card = environment.get_template("template.md").render(
         title=title,

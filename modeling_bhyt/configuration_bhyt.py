@@ -3,6 +3,7 @@
 
 import difflib
 import math
+import sys
 from dataclasses import field
 from typing import Literal, NamedTuple
 
@@ -38,6 +39,9 @@ AUTO_MAP = {
 DYT_ALPHA_BY_WIDTH = {1024: (1.0, 1.0), 2048: (1.0, 0.5), 4096: (0.8, 0.2), 5120: (0.6, 0.15), 8192: (0.2, 0.05)}
 
 
+Site = Literal["attention", "mlp"]
+
+
 class DepthBound(NamedTuple):
     """Theorem 3.5's condition at one site: `lambda / kappa < 1 / sqrt(L)`.
 
@@ -45,7 +49,7 @@ class DepthBound(NamedTuple):
     """
 
     layer: int
-    site: str
+    site: Site
     nominal: float
     effective: float
     limit: float
@@ -88,7 +92,8 @@ class BHyTLlamaConfig(LlamaConfig):
 
     Raises:
         StrictDataclassFieldValidationError: a value of the wrong type.
-        StrictDataclassClassValidationError: a value out of its range, or an unknown key that is nearly one of these.
+        StrictDataclassClassValidationError: a value out of its range.
+        ValueError: an unknown key that is nearly one of these.
     """
 
     model_type = "bhyt_llama"
@@ -130,7 +135,7 @@ class BHyTLlamaConfig(LlamaConfig):
         # Compared with the words in order, so that "lambda_attention" is near "attention_lambda"
         own = {_sorted_words(name): name for name in BHyTLlamaConfig.__annotations__ if name != "rms_norm_eps"}
         for key in unknown:
-            if close := difflib.get_close_matches(_sorted_words(key.removeprefix("bhyt_")), own, n=1, cutoff=0.8):
+            if close := difflib.get_close_matches(_sorted_words(key), own, n=1, cutoff=0.855):
                 raise ValueError(f"unknown field {key!r}: did you mean {own[close[0]]!r}?")
 
     def validate_bhyt(self):
@@ -148,6 +153,8 @@ class BHyTLlamaConfig(LlamaConfig):
                     raise ValueError(f"{name} is {number}: give a finite number above 0")
         if not 0 <= self.rms_norm_eps < math.inf:
             raise ValueError(f"rms_norm_eps is {self.rms_norm_eps}: give a finite number of at least 0")
+        if self.num_hidden_layers < 1:
+            raise ValueError(f"num_hidden_layers is {self.num_hidden_layers}: give at least 1 layer")
         if self.variance_context_length < 1:
             raise ValueError(f"variance_context_length is {self.variance_context_length}: give at least 1 token")
 
@@ -201,7 +208,7 @@ class BHyTLlamaConfig(LlamaConfig):
             return []
         return [layer for layer in range(self.num_hidden_layers) if layer not in self.exact_variance_layers]
 
-    def site_lambda(self, site: Literal["attention", "mlp"], layer: int) -> float:
+    def site_lambda(self, site: Site, layer: int) -> float:
         """lambda at initialisation of one site."""
         value = self.attention_lambda if site == "attention" else self.mlp_lambda
         return value[layer] if isinstance(value, list) else value
@@ -219,12 +226,14 @@ class BHyTLlamaConfig(LlamaConfig):
 
 
 def _sorted_words(name: str) -> str:
-    return "_".join(sorted(name.split("_")))
+    return "_".join(sorted(name.removeprefix("bhyt_").split("_")))
 
 
 def _as_float(value):
     if isinstance(value, list):
         return [float(number) for number in value]
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return math.copysign(math.inf, value)
     return None if value is None else float(value)
 
 

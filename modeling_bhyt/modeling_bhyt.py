@@ -2,6 +2,7 @@
 """Llama with a choice of norms: only what differs from transformers' Llama is written here."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.utils import logging
 
-from .configuration_bhyt import BHyTLlamaConfig, DepthBound
+from .configuration_bhyt import BHyTLlamaConfig, DepthBound, Site
 from .normalization_bhyt import (
     BHyT,
     BHyTSite,
@@ -41,11 +42,12 @@ from .normalization_bhyt import (
 logger = logging.get_logger(__name__)
 
 
-def site_norm(config: BHyTLlamaConfig, site: str, layer_idx: int) -> nn.Module:
-    """The norm before the attention (`site` "attention") or the MLP ("mlp") of one block."""
+def site_norm(config: BHyTLlamaConfig, site: Site, layer_idx: int) -> nn.Module:
+    """The norm before the attention or the MLP of one block."""
+    assert config.dyt_alpha is not None
     size, eps = config.hidden_size, config.rms_norm_eps
     estimates = site == "mlp" and layer_idx in config.estimated_layers
-    bounded = {
+    bounded: dict[str, Any] = {
         "lam": config.site_lambda(site, layer_idx),
         "kappa": config.kappa,
         "eps": eps,
@@ -64,19 +66,18 @@ def site_norm(config: BHyTLlamaConfig, site: str, layer_idx: int) -> nn.Module:
             return RMSNormSite(size, eps, scale=1 / math.sqrt(layer_idx + 1))
         case "rmsnorm", True:
             return EstimatingRMSNormSite(size, eps, learnable_variance=config.learnable_variance)
-        case ("rmsnorm" | "peri_ln"), _:
+        case (("rmsnorm" | "peri_ln"), _):
             return RMSNormSite(size, eps)
 
 
 def final_norm(config: BHyTLlamaConfig) -> nn.Module:
+    assert config.dyt_alpha is not None
     if config.norm_type == "dyt":
         return DyT(config.hidden_size, alpha=config.dyt_alpha[2])
     if config.final_lambda is None:
         return LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
     bounded = BHyT if config.norm_type == "bhyt" else BHyTStar
-    return bounded(
-        config.hidden_size, config.final_lambda, config.kappa, config.rms_norm_eps, config.learnable_lambda
-    )
+    return bounded(config.hidden_size, config.final_lambda, config.kappa, config.rms_norm_eps, config.learnable_lambda)
 
 
 class BHyTLlamaDecoderLayer(LlamaDecoderLayer):
@@ -134,7 +135,8 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
     def __init__(self, config: BHyTLlamaConfig, *args, **kwargs):
         # Overrides given to from_pretrained are set one by one and reach no class validator before this
         config.validate()
-        super().__init__(config, *args, **kwargs)
+        # By name: super() would go through LlamaModel and its kin, which build Llama's own blocks
+        LlamaPreTrainedModel.__init__(self, config, *args, **kwargs)
 
     def _init_weights(self, module: nn.Module):
         if values := getattr(module, "initial_values", None):
@@ -165,7 +167,8 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
         """Theorem 3.5's condition at every site for the current parameters: lambda as learned, rms(gamma) as it is."""
         bounds = []
         for layer_idx, layer in enumerate(self.base_model.layers):
-            for site, norm in (("attention", layer.input_layernorm), ("mlp", layer.post_attention_layernorm)):
+            norms: dict[Site, nn.Module] = {"attention": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
+            for site, norm in norms.items():
                 if isinstance(norm, BHyT):
                     nominal = norm.lam.abs().item() / norm.kappa
                     gain = norm.weight.float().pow(2).mean().sqrt().item()
@@ -191,10 +194,10 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
         return self.base_model._set_variance_constants()
 
 
-def refuse_foreign_checkpoint(name: str, model: BHyTLlamaPreTrainedModel, missing: set[str]):
+def refuse_foreign_checkpoint(name: str, model: BHyTLlamaPreTrainedModel, missing_keys: set[str]):
     """ValueError where a loaded checkpoint was not a whole BHyT one. A new classification head may be missing."""
     remedy = "a plain Llama checkpoint becomes a BHyT one with `python -m conversion graft SOURCE OUTPUT`"
-    missing = sorted(key for key in missing if not key.startswith(("score.", "qa_outputs.")))
+    missing = sorted(key for key in missing_keys if not key.startswith(("score.", "qa_outputs.")))
     if missing:
         shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
         raise ValueError(f"{name} lacks {len(missing)} tensors of this model ({shown}): {remedy}")
@@ -211,7 +214,7 @@ class BHyTLlamaModel(BHyTLlamaPreTrainedModel, LlamaModel):
     """
 
     def __init__(self, config: BHyTLlamaConfig):
-        super(LlamaModel, self).__init__(config)
+        BHyTLlamaPreTrainedModel.__init__(self, config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         block = BHyTLlamaPeriDecoderLayer if config.norm_type == "peri_ln" else BHyTLlamaDecoderLayer
@@ -228,11 +231,11 @@ class BHyTLlamaModel(BHyTLlamaPreTrainedModel, LlamaModel):
         if not self.embed_tokens.weight.is_meta:
             self._set_variance_constants()
 
-    def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+    def forward(self, input_ids=None, *args, inputs_embeds=None, **kwargs):
         if self.embed_norm is not None and (input_ids is None) != (inputs_embeds is None):
             inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
             input_ids, inputs_embeds = None, self.embed_norm(inputs_embeds)
-        return super().forward(input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        return super().forward(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
 
     @torch.no_grad()
     def _set_variance_constants(self) -> dict[int, tuple[float, float]]:
@@ -248,7 +251,9 @@ class BHyTLlamaModel(BHyTLlamaPreTrainedModel, LlamaModel):
     def _attention_variance(self, layer_idx: int) -> float:
         layer, config = self.layers[layer_idx], self.config
         attention, norm = layer.self_attn, layer.input_layernorm
-        if not all(type(p) is nn.Parameter and p.is_floating_point() and not p.is_meta for p in attention.parameters()):
+        if not all(
+            type(p) is nn.Parameter and p.is_floating_point() and not p.is_meta for p in attention.parameters()
+        ):
             raise ValueError(
                 f"layer {layer_idx}: c cannot be computed from quantised, sharded or offloaded weights; "
                 "load the checkpoint whole and in floating point first"
@@ -274,7 +279,7 @@ class BHyTLlamaForCausalLM(BHyTLlamaPreTrainedModel, LlamaForCausalLM):
     """Identical to LlamaForCausalLM except: the base is BHyTLlamaModel."""
 
     def __init__(self, config: BHyTLlamaConfig):
-        super(LlamaForCausalLM, self).__init__(config)
+        BHyTLlamaPreTrainedModel.__init__(self, config)
         self.model = BHyTLlamaModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -13,9 +13,12 @@ Symbols (arXiv 2601.09719, whose equation numbers are used below)
 
     B batch, T tokens, D hidden size.
 
-Statistics and tanh are computed in fp32 (fp64 for fp64 input); outputs have the input's dtype. No function looks at
-more than one token, and no module keeps state between calls.
+The functions compute in the precision of the x that they get. The modules bring x to full precision first (fp32, or
+fp64 for fp64), once, so that its gradient is rounded once, and return the input's dtype (RMSNorm: what Llama's returns).
+No function looks at more than one token, and no module keeps state between calls.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +29,7 @@ def in_full_precision(x: Tensor) -> Tensor:
 
 
 def mean_square(x: Tensor) -> Tensor:
-    """ms(x) = mean of x^2 over the channels. (B, T, D) -> (B, T, 1), at least fp32: squares of fp16 overflow at 256."""
+    """ms(x) = mean of x^2 over the channels. (B, T, D) -> (B, T, 1), at least fp32: the square of 256 overflows fp16."""
     return in_full_precision(x).pow(2).mean(-1, keepdim=True)
 
 
@@ -34,27 +37,28 @@ def bhyt(x: Tensor, gamma: Tensor, lam: Tensor, kappa: float, ms: Tensor, eps: f
     """Equation 2: y = gamma * tanh(lam / (kappa * sqrt(ms + eps)) * x), so that |y| <= |gamma| in every channel."""
     # Divided by a root, not multiplied by a reciprocal root: serving engines rewrite that pattern into RMSNorm
     slope = lam / (kappa * torch.sqrt(ms + eps))
-    return (gamma * torch.tanh(slope * in_full_precision(x))).to(x.dtype)
+    return gamma * torch.tanh(slope * x)
 
 
 def bhyt_star(x: Tensor, gamma: Tensor, lam: Tensor, kappa: float, eps: float) -> Tensor:
     """Equation 1: y = gamma * tanh(lam / (kappa * s + |mu|) * x), with x's mean mu and s = sqrt(var(x) + eps)."""
-    variance, mean = torch.var_mean(in_full_precision(x), dim=-1, correction=0, keepdim=True)
+    variance, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
     slope = lam / (kappa * torch.sqrt(variance + eps) + mean.abs())
-    return (gamma * torch.tanh(slope * in_full_precision(x))).to(x.dtype)
+    return gamma * torch.tanh(slope * x)
 
 
 def dyt(x: Tensor, gamma: Tensor, beta: Tensor, alpha: Tensor) -> Tensor:
     """Dynamic Tanh (arXiv 2503.10622): y = gamma * tanh(alpha * x) + beta. No statistics."""
-    return (gamma * torch.tanh(alpha * in_full_precision(x)) + beta).to(x.dtype)
+    return gamma * torch.tanh(alpha * x) + beta
 
 
-def rms_norm(x: Tensor, gamma: Tensor, ms: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+def rms_norm(x: Tensor, gamma: Tensor, ms: Tensor, eps: float, scale: float, dtype: torch.dtype) -> Tensor:
     """y = gamma * scale * x / sqrt(ms + eps), operation by operation as transformers' Llama computes it.
 
-    scale = 1 / sqrt(l), l the layer's number from 1, makes it LayerNorm Scaling (arXiv 2502.05795).
+    scale = 1 / sqrt(l), l the layer's number from 1, makes it LayerNorm Scaling (arXiv 2502.05795). Like Llama, it
+    rounds to `dtype` before the gain.
     """
-    return gamma * (in_full_precision(x) * (torch.rsqrt(ms + eps) * scale)).to(x.dtype)
+    return gamma * (x * (torch.rsqrt(ms + eps) * scale)).to(dtype)
 
 
 def attention_variance(
@@ -124,12 +128,14 @@ class BHyT(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.lam = nn.Parameter(torch.full((1,), float(lam)), requires_grad=learnable_lambda)
 
-    def normalize(self, x: Tensor, ms: Tensor) -> Tensor:
+    def normalize(self, x: Tensor, ms: Tensor, dtype: torch.dtype) -> Tensor:
+        """y in `dtype`, for x in full precision."""
         lam = self.lam if self.learnable_lambda else self.lam.detach()
-        return bhyt(x, self.weight, lam, self.kappa, ms, self.eps)
+        return bhyt(x, self.weight, lam, self.kappa, ms, self.eps).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normalize(x, mean_square(x))
+        full = in_full_precision(x)
+        return self.normalize(full, mean_square(full), x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, kappa={self.kappa}, eps={self.eps}, learnable_lambda={self.learnable_lambda}"
@@ -138,12 +144,12 @@ class BHyT(nn.Module):
 class BHyTStar(BHyT):
     """Identical to BHyT except: equation 1, with the standard deviation about the mean, and the mean."""
 
-    def normalize(self, x: Tensor, ms: Tensor | None = None) -> Tensor:
+    def normalize(self, x: Tensor, ms: Tensor | None, dtype: torch.dtype) -> Tensor:
         lam = self.lam if self.learnable_lambda else self.lam.detach()
-        return bhyt_star(x, self.weight, lam, self.kappa, self.eps)
+        return bhyt_star(x, self.weight, lam, self.kappa, self.eps).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normalize(x)
+        return self.normalize(in_full_precision(x), None, x.dtype)
 
 
 class DyT(nn.Module):
@@ -156,11 +162,11 @@ class DyT(nn.Module):
         self.bias = nn.Parameter(torch.zeros(hidden_size))
         self.alpha = nn.Parameter(torch.full((1,), float(alpha)))
 
-    def normalize(self, x: Tensor, ms: Tensor | None = None) -> Tensor:
-        return dyt(x, self.weight, self.bias, self.alpha)
+    def normalize(self, x: Tensor, ms: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return dyt(x, self.weight, self.bias, self.alpha).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normalize(x)
+        return self.normalize(in_full_precision(x), None, x.dtype)
 
     def extra_repr(self) -> str:
         return str(self.weight.shape[0])
@@ -184,9 +190,12 @@ class EmbeddingScale(nn.Module):
 class ReducingSite:
     """A site that measures its own mean square and hands it on."""
 
+    normalize: Callable[..., Tensor]
+
     def forward(self, x: Tensor, ms: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        ms = mean_square(x)
-        return self.normalize(x, ms), ms
+        full = in_full_precision(x)
+        ms = mean_square(full)
+        return self.normalize(full, ms, x.dtype), ms
 
 
 class EstimatingSite(nn.Module):
@@ -210,14 +219,16 @@ class EstimatingSite(nn.Module):
         return torch.where(r < 0, -r, r) * ms + torch.where(c < 0, -c, c)
 
     def forward(self, x: Tensor, ms: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.normalize(x, self.estimate(ms)), None
+        return self.normalize(in_full_precision(x), self.estimate(ms), x.dtype), None
 
 
 class SiteWithoutMeanSquare:
     """A site whose norm needs no mean square, or statistics that no other site can use."""
 
+    normalize: Callable[..., Tensor]
+
     def forward(self, x: Tensor, ms: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return self.normalize(x), None
+        return self.normalize(in_full_precision(x), None, x.dtype), None
 
 
 class RootMeanSquare(nn.Module):
@@ -229,18 +240,21 @@ class RootMeanSquare(nn.Module):
         self.initial_values = {"weight": 1.0}
         self.weight = nn.Parameter(torch.ones(hidden_size))
 
-    def normalize(self, x: Tensor, ms: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, ms, self.eps, self.scale)
+    def normalize(self, x: Tensor, ms: Tensor, dtype: torch.dtype) -> Tensor:
+        return rms_norm(x, self.weight, ms, self.eps, self.scale, dtype)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, scale={self.scale:.4g}"
+
+
+# Sites return a pair where the plain modules return a tensor: the one point in which they differ from their parents
 
 
 class BHyTSite(ReducingSite, BHyT):
     pass
 
 
-class EstimatingBHyTSite(EstimatingSite, BHyT):
+class EstimatingBHyTSite(EstimatingSite, BHyT):  # type: ignore[misc]
     pass
 
 

@@ -142,6 +142,9 @@ def test_constants_stay_frozen_after_every_kind_of_load(tmp_path, learnable_lamb
         "base": AutoModel.from_pretrained(tmp_path),
         "with a new head": AutoModelForSequenceClassification.from_pretrained(tmp_path),
         "placed": BHyTLlamaForCausalLM.from_pretrained(tmp_path, device_map="cpu"),
+        "offloaded": BHyTLlamaForCausalLM.from_pretrained(
+            tmp_path, device_map={"model": "disk", "lm_head": "cpu"}, offload_folder=tmp_path / "offloaded"
+        ),
         "overridden": BHyTLlamaForCausalLM.from_pretrained(other, **flags),
         "resumed": resumed,
         "assigned": assigned,

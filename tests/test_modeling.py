@@ -53,7 +53,7 @@ WHOLE_MODELS += [{"norm_type": "bhyt", "variance_estimator": name} for name in (
 WHOLE_MODELS += [{"norm_type": "rmsnorm", "variance_estimator": name} for name in ("uniform_attention", "fitted")]
 WHOLE_MODELS += [{"norm_type": "bhyt", "exact_variance_layers": layers} for layers in ([0], [1, 2], [0, 1, 2])]
 WHOLE_MODELS += [{"norm_type": "rmsnorm", "variance_estimator": "fitted", "exact_variance_layers": [1]}]
-WHOLE_MODELS += [{"norm_type": name, "final_lambda": 3.0} for name in ("bhyt", "bhyt_star")]
+WHOLE_MODELS += [{"norm_type": name, "final_lambda": 3.0, "kappa": 6.0} for name in ("bhyt", "bhyt_star")]
 WHOLE_MODELS += [{"norm_type": name, "learnable_lambda": False, "kappa": 4.0} for name in ("bhyt", "bhyt_star")]
 WHOLE_MODELS += [{"norm_type": "bhyt", "learnable_variance": True, "attention_bias": True, "rms_norm_eps": 0.01}]
 WHOLE_MODELS += [{"norm_type": "bhyt", "attention_lambda": [2.0, 1.0, 0.5], "mlp_lambda": [0.1, 3.0, 1.0]}]
@@ -71,6 +71,12 @@ def test_whole_model_equals_oracle(overrides, token_ids):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
     # transformers' own RMSNorm at the end rounds to fp32
     torch.testing.assert_close(output.logits, logits, rtol=1e-5, atol=1e-6)
+
+
+def test_embeddings_may_be_given_instead_of_ids(norm_type, token_ids):
+    model = tiny_model(norm_type)
+    logits = logits_of(model, None, inputs_embeds=model.get_input_embeddings()(token_ids))
+    assert torch.equal(logits, logits_of(model, token_ids))
 
 
 def test_layers_estimate_unless_they_are_named_exact():

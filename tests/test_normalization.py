@@ -97,11 +97,13 @@ def test_norm_equals_oracle_in_fp64_and_fp32(name):
 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_norm_in_half_precision_is_the_oracle_rounded(name, dtype):
+def test_norm_in_half_precision_is_the_oracle_rounded_once(name, dtype):
     x, ms = draw(2, 5, 16).to(dtype), draw(2, 5, 1, seed=2).abs().float()
     module = make(name, dtype=dtype)
+    # One rounding at the end; Llama's RMSNorm rounds before its gain as well
+    rtol = (0.51 if name in TANH_NORMS else 1.02) * torch.finfo(dtype).eps
     expected = NORMS[name][1](module, x, ms)
-    torch.testing.assert_close(output(module, x, ms).double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    torch.testing.assert_close(output(module, x, ms).double(), expected, rtol=rtol, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", NORMS)

@@ -5,7 +5,7 @@ import difflib
 import math
 import sys
 from dataclasses import field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import transformers
 
@@ -20,6 +20,11 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 4)
 from huggingface_hub.dataclasses import strict  # noqa: E402
 from transformers import LlamaConfig  # noqa: E402
 from transformers.utils import logging  # noqa: E402
+
+
+if TYPE_CHECKING:
+    # transformers tells two versions of this code apart by this file and the files that it imports
+    from .modeling_bhyt import BHyTLlamaModel  # noqa: F401
 
 
 logger = logging.get_logger(__name__)

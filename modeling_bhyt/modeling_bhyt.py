@@ -138,6 +138,12 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
         # By name: super() would go through LlamaModel and its kin, which build Llama's own blocks
         LlamaPreTrainedModel.__init__(self, config, *args, **kwargs)
 
+    def post_init(self):
+        super().post_init()
+        # FSDP's wrap policy refuses a name that no module has
+        present = {type(module).__name__ for module in self.modules()}
+        self._no_split_modules = {name for name in self._no_split_modules if name in present}
+
     def _init_weights(self, module: nn.Module):
         if values := getattr(module, "initial_values", None):
             for name, value in values.items():
@@ -150,7 +156,13 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
         model, loading_info = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
-        refuse_foreign_checkpoint(str(pretrained_model_name_or_path), model, loading_info["missing_keys"])
+        absent = loading_info["missing_keys"] | {key for key, *_ in loading_info["mismatched_keys"]}
+        stored_type = model.config.model_type
+        if kwargs.get("config") is not None and pretrained_model_name_or_path is not None:
+            # A configuration that the caller brings hides the checkpoint's own
+            stored, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **kwargs)
+            stored_type = stored.get("model_type", stored_type)
+        refuse_foreign_checkpoint(str(pretrained_model_name_or_path), stored_type, absent)
         model.freeze_constants()
         return (model, loading_info) if output_loading_info else model
 
@@ -194,15 +206,15 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
         return self.base_model._set_variance_constants()
 
 
-def refuse_foreign_checkpoint(name: str, model: BHyTLlamaPreTrainedModel, missing_keys: set[str]):
+def refuse_foreign_checkpoint(name: str, model_type: str, missing_keys: set[str]):
     """ValueError where a loaded checkpoint was not a whole BHyT one. A new classification head may be missing."""
     remedy = "a plain Llama checkpoint becomes a BHyT one with `python -m conversion graft SOURCE OUTPUT`"
     missing = sorted(key for key in missing_keys if not key.startswith(("score.", "qa_outputs.")))
     if missing:
         shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
         raise ValueError(f"{name} lacks {len(missing)} tensors of this model ({shown}): {remedy}")
-    if model.config.model_type != BHyTLlamaConfig.model_type:
-        raise ValueError(f"{name} has model_type {model.config.model_type!r}, not 'bhyt_llama': {remedy}")
+    if model_type != BHyTLlamaConfig.model_type:
+        raise ValueError(f"{name} has model_type {model_type!r}, not 'bhyt_llama': {remedy}")
 
 
 class BHyTLlamaModel(BHyTLlamaPreTrainedModel, LlamaModel):
@@ -240,9 +252,10 @@ class BHyTLlamaModel(BHyTLlamaPreTrainedModel, LlamaModel):
     @torch.no_grad()
     def _set_variance_constants(self) -> dict[int, tuple[float, float]]:
         changes = {}
-        for layer_idx in self.config.estimated_layers:
+        computed = {layer_idx: self._attention_variance(layer_idx) for layer_idx in self.config.estimated_layers}
+        for layer_idx, new in computed.items():
             offset = self.layers[layer_idx].post_attention_layernorm.variance_offset
-            old, new = offset.item(), self._attention_variance(layer_idx)
+            old = offset.item()
             offset.fill_(new)
             changes[layer_idx] = (old, new)
             logger.info(f"layer {layer_idx}: c {old:.6g} -> {new:.6g}")

@@ -45,11 +45,9 @@ def graft(arguments: GraftArguments):
 
 
 def plan(arguments: GraftArguments, source: Source, config) -> str:
-    parameters = sum(tensor.numel() for tensor in source.tensors.values())
     text = arguments.calibration_text or "text sampled from the source"
     return (
-        f"{source.name}: {len(source.tensors)} tensors, {parameters / 1e6:.1f}M parameters, "
-        f"{sum(file['bytes'] for file in source.files.values()) / 1e6:.1f} MB\n"
+        f"{source.name}: {len(source.tensors)} tensors, {sum(file['bytes'] for file in source.files.values()) / 1e6:.1f} MB\n"
         f"would copy {len(source.tensors) - len(source.norm_names)} tensors and replace {len(source.norm_names)} norms "
         f"(lambda {arguments.attention_lambda} and {arguments.mlp_lambda}, kappa {config.kappa:g}), estimating "
         f"({config.second_site_estimator}) in {len(config.estimated_layers)} of {config.num_hidden_layers} layers\n"

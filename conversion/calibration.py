@@ -90,7 +90,7 @@ class GainFit:
     """
 
     def __init__(self, norm: torch.nn.Module, lam: float, kappa: float, eps: float):
-        self.norm, self.lam, self.kappa, self.eps = norm, torch.tensor([lam]), kappa, eps
+        self.norm, self.lam, self.kappa, self.eps = norm, lam, kappa, eps
         self.ty = torch.zeros_like(norm.weight, dtype=torch.float64)
         self.tt = torch.zeros_like(self.ty)
 
@@ -104,13 +104,13 @@ class GainFit:
 
     def gain(self) -> Tensor:
         """gamma', fp64 (D,). A channel that is 0 in every token keeps gamma * kappa / lambda, the limit at lambda 0."""
-        limit = self.norm.weight.double() * self.kappa / self.lam.double()
+        limit = self.norm.weight.double() * self.kappa / self.lam
         return torch.where(self.tt > 0, self.ty / self.tt.clamp(min=torch.finfo(torch.float64).tiny), limit)
 
 
-def tanh_of_site(x: Tensor, lam: Tensor, kappa: float, ms: Tensor, eps: float) -> Tensor:
+def tanh_of_site(x: Tensor, lam: float, kappa: float, ms: Tensor, eps: float) -> Tensor:
     """Equation 2 at gamma = 1."""
-    return bhyt(x, torch.ones(1), lam, kappa, ms, eps)
+    return bhyt(x, torch.tensor(1.0), torch.tensor(lam), kappa, ms, eps)
 
 
 class _Ticker(StoppingCriteria):

@@ -61,7 +61,7 @@ class SiteMeter:
         if site == "attention":
             self._block_input[layer] = own
         used = grafted.statistic(own, self._block_input[layer])
-        t = tanh_of_site(x, torch.tensor([grafted.lam]), config.kappa, used, config.rms_norm_eps)
+        t = tanh_of_site(x, grafted.lam, config.kappa, used, config.rms_norm_eps)
         y = self.norms[layer, site].forward(x)
         gain = grafted.gain.to(grafted.dtype).float()
         log_error = torch.log(used / own)[:, 1:].double()
@@ -197,6 +197,9 @@ def markdown(report: dict) -> str:
     lines = ["# Conversion report", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in summary_rows(report)]
     lines += [
+        "",
+        "On text that the source wrote itself the logarithm of the ratio estimates the KL divergence; on other text it may be",
+        "smaller, even negative.",
         "",
         "A graft near the identity keeps the source's gains and with them its growth of variance over depth: the depth",
         "bound is stated at gamma = 1, and the second figure is what the gains make of it.",

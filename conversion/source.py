@@ -82,6 +82,14 @@ def read_source(name: str) -> Source:
         source = _read_gguf_source(name, path)
     else:
         source = _read_folder(name, path if path.is_dir() else _download(name))
+    if source.generation_config is not None:
+        try:
+            source.generation_config.validate(strict=True)
+        except ValueError as error:
+            reason = str(error).replace("\n", " ")
+            raise ValueError(
+                f"{name}: generation_config.json would not be saved again; mend it first: {reason}"
+            ) from error
     _make_portable(source.tokenizer, source.config)
     return source
 

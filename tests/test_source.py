@@ -124,6 +124,12 @@ def test_a_hub_id_is_read_from_its_download(tmp_path, monkeypatch):
     assert source.hub_id == "someone/some-model" and source.license == "apache-2.0"
 
 
+def test_invalid_generation_settings_are_refused_at_the_start(tmp_path):
+    save_source(tmp_path)
+    edit_json(tmp_path / "generation_config.json", do_sample=False, temperature=0.6)
+    assert "generation_config.json would not be saved again" in refusal(tmp_path)
+
+
 def test_provenance_holds_digests_and_no_path(tmp_path):
     save_source(tmp_path)
     source = read_source(str(tmp_path))

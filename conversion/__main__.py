@@ -8,17 +8,15 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
 
-from evaluation.perplexity import read_documents, text_windows
 from model_cards.render import save_card
-from modeling_bhyt import BHyTLlamaForCausalLM
+from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM
 
 from .arguments import GraftArguments, command_and_arguments, fail, parse_graft_arguments
-from .calibration import sample_windows
 from .graft import Graft, assemble, bhyt_config, fit_graft, grafted_tensors
 from .report import measure, report_of, save_report, show, summary_rows
 from .source import Source, read_source
+from .texts import Texts
 
 
 def graft(arguments: GraftArguments):
@@ -28,66 +26,39 @@ def graft(arguments: GraftArguments):
         raise ValueError(f"OUTPUT {output} exists: choose another folder, or replace it with --overwrite")
     source = read_source(arguments.source)
     config = bhyt_config(source, arguments)
+    texts = Texts(arguments, source)
     if arguments.dry_run:
-        print(plan(arguments, source, config))
+        print(plan(arguments, source, config, texts))
         return
-    calibration, held_out, texts = choose_texts(arguments, source)
+    calibration, held_out = texts.windows()
     fitted = fit_graft(source, config, calibration, arguments)
-    with save_whole(output) as folder:
+    with save_whole(output, arguments.overwrite) as folder:
         save_checkpoint(folder, source, fitted, arguments.dtype)
         model = BHyTLlamaForCausalLM.from_pretrained(folder, dtype="auto")
         comparison, sites = measure(source, fitted, model, held_out, arguments.batch_size)
-        report = report_of(arguments, source, fitted, texts, comparison, sites)
+        report = report_of(arguments, source, fitted, texts.names, comparison, sites)
         save_report(folder, report)
         save_card(folder, report, summary_rows(report), source.hub_id)
     show(report)
     print(f"{output} is ready: AutoModelForCausalLM.from_pretrained({str(output)!r}, trust_remote_code=True)")
 
 
-def plan(arguments: GraftArguments, source: Source, config) -> str:
-    text = arguments.calibration_text or "text sampled from the source"
+def plan(arguments: GraftArguments, source: Source, config: BHyTLlamaConfig, texts: Texts) -> str:
+    counts = source.count_tensors()
     return (
-        f"{source.name}: {len(source.tensors)} tensors, {sum(file['bytes'] for file in source.files.values()) / 1e6:.1f} MB\n"
-        f"would copy {len(source.tensors) - len(source.norm_names)} tensors and replace {len(source.norm_names)} norms "
+        f"{source.name}: {len(source.tensors)} tensors, {sum(f['bytes'] for f in source.files.values()) / 1e6:.1f} MB\n"
+        f"would copy {counts['copied']} tensors and replace {counts['replaced']} norms "
         f"(lambda {arguments.attention_lambda} and {arguments.mlp_lambda}, kappa {config.kappa:g}), estimating "
         f"({config.second_site_estimator}) in {len(config.estimated_layers)} of {config.num_hidden_layers} layers\n"
-        f"would calibrate on {arguments.num_calibration_windows} windows of {arguments.window_length} tokens of {text} "
-        f"and measure on {arguments.num_report_windows} others\n"
+        f"would calibrate on {texts.names['calibration']} ({arguments.num_calibration_windows} windows of "
+        f"{arguments.window_length} tokens) and measure on {texts.names['report']} "
+        f"({arguments.num_report_windows} windows)\n"
         f"nothing was written to {arguments.output} (dry run)"
     )
 
 
-def choose_texts(arguments: GraftArguments, source: Source) -> tuple[Tensor, Tensor, dict[str, str]]:
-    """(calibration windows, held-out windows, what they are); the source writes both where no file was named."""
-    num_calibration, num_report = arguments.num_calibration_windows, arguments.num_report_windows
-    length, tokenizer = arguments.window_length, source.tokenizer
-    if length > source.config.max_position_embeddings:
-        raise ValueError(
-            f"window_length is {length}, but the source has {source.config.max_position_embeddings} positions: "
-            f"give --window_length {source.config.max_position_embeddings}"
-        )
-
-    def windows(text: str | None, num_windows: int) -> Tensor:
-        if text is None:
-            return sample_windows(source.model, tokenizer, num_windows, length, arguments.seed)
-        return text_windows(tokenizer, read_documents(text), length, num_windows)
-
-    def name(text: str | None) -> str:
-        return "text sampled from the source" if text is None else Path(text).name
-
-    if arguments.report_text is None:
-        both = windows(arguments.calibration_text, num_calibration + num_report)
-        calibration, held_out = both.split([num_calibration, num_report])
-        shared = name(arguments.calibration_text)
-        return calibration, held_out, {"calibration": shared, "report": f"{shared}, another part"}
-    held_out = windows(arguments.report_text, num_report)
-    calibration = windows(arguments.calibration_text, num_calibration)
-    texts = {"calibration": name(arguments.calibration_text), "report": name(arguments.report_text)}
-    return calibration, held_out, texts
-
-
 @contextmanager
-def save_whole(output: Path) -> Iterator[Path]:
+def save_whole(output: Path, overwrite: bool) -> Iterator[Path]:
     """A folder beside `output` that takes its place when the block ends, and vanishes where it fails."""
     output.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
@@ -96,8 +67,15 @@ def save_whole(output: Path) -> Iterator[Path]:
         fresh.mkdir()
         yield fresh
         if output.exists():
+            if not overwrite:
+                raise ValueError(f"OUTPUT {output} appeared meanwhile: choose another folder, or add --overwrite")
             output.rename(staging / "old")
-        fresh.rename(output)
+        try:
+            fresh.rename(output)
+        except BaseException:
+            if (staging / "old").exists():
+                (staging / "old").rename(output)
+            raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -56,7 +56,9 @@ class GraftArguments:
     num_calibration_tokens: int = field(default=4096, metadata={"help": "Tokens to calibrate on."})
     num_report_tokens: int = field(default=4096, metadata={"help": "Tokens to measure the result on."})
     window_length: int = field(default=512, metadata={"help": "Tokens a window, for both."})
-    batch_size: int = field(default=4, metadata={"help": "Windows at a time. Changes speed and memory only."})
+    batch_size: int = field(
+        default=4, metadata={"help": "Windows at a time in calibration and report. Changes speed and memory only."}
+    )
     dtype: str = field(
         default="auto",
         metadata={"help": "dtype to save; auto is the source's, float32 for GGUF.", "choices": DTYPES},
@@ -87,7 +89,7 @@ class GraftArguments:
         for name, choices in (("dtype", DTYPES), ("variance_estimator", ESTIMATORS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: choose from {', '.join(choices)}")
-        output, source = Path(self.output).absolute(), Path(self.source).absolute()
+        output, source = Path(self.output).resolve(), Path(self.source).resolve()
         if output == source or output in source.parents:
             raise ValueError(f"OUTPUT {self.output} holds SOURCE {self.source}: choose another folder")
 

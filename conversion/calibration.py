@@ -10,21 +10,27 @@ from contextlib import contextmanager
 import torch
 from rich.progress import Progress, track
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from evaluation.perplexity import adds_bos
 from modeling_bhyt.configuration_bhyt import Site
 from modeling_bhyt.normalization_bhyt import bhyt, mean_square
 
 
-SITES: tuple[Site, Site] = ("attention", "mlp")
+NORM_OF_SITE: dict[Site, str] = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
 
 
 def site_norms(model: LlamaForCausalLM) -> Iterator[tuple[int, Site, torch.nn.Module]]:
     """(layer, site, norm) of every pre-norm, in the order in which a token meets them."""
     for layer_idx, layer in enumerate(model.model.layers):
-        yield layer_idx, "attention", layer.input_layernorm
-        yield layer_idx, "mlp", layer.post_attention_layernorm
+        for site, name in NORM_OF_SITE.items():
+            yield layer_idx, site, getattr(layer, name)
 
 
 @contextmanager
@@ -55,7 +61,7 @@ class BlockStatistics:
 
     def __init__(self, num_layers: int):
         self._seen: dict[tuple[int, Site], list[Tensor]] = {
-            (layer, site): [] for layer in range(num_layers) for site in SITES
+            (layer, site): [] for layer in range(num_layers) for site in NORM_OF_SITE
         }
 
     def see(self, layer: int, site: Site, x: Tensor):
@@ -63,7 +69,7 @@ class BlockStatistics:
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """(mean squares of the block's input, of the second site's input), fp64, one a token."""
-        first, second = (torch.cat(self._seen[layer, site]).double() for site in SITES)
+        first, second = (torch.cat(self._seen[layer, site]).double() for site in NORM_OF_SITE)
         return first, second
 
 
@@ -113,6 +119,10 @@ def tanh_of_site(x: Tensor, lam: float, kappa: float, ms: Tensor, eps: float) ->
     return bhyt(x, torch.tensor(1.0), torch.tensor(lam), kappa, ms, eps)
 
 
+# Rows that are sampled in one batch: a constant, so that the text depends on the seed alone
+SAMPLED_TOGETHER = 16
+
+
 class _Ticker(StoppingCriteria):
     """Advances a progress bar at every generated token, and stops nothing."""
 
@@ -128,7 +138,7 @@ class _Ticker(StoppingCriteria):
 def sample_windows(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, num_windows: int, window_length: int, seed: int
 ) -> Tensor:
-    """(num_windows, window_length) token ids sampled from the model itself at temperature 1, one batch.
+    """(num_windows, window_length) token ids sampled from the model itself at temperature 1.
 
     A window starts where a document would: with BOS where the tokenizer puts one, else with the EOS that ends the
     document before. The EOS that the model writes is followed by its next document.
@@ -137,18 +147,26 @@ def sample_windows(
     if start is None:
         raise ValueError("the tokenizer has neither BOS nor EOS to start a sample with: give --calibration_text")
     torch.manual_seed(seed)
+    # Whatever generate is not told comes from the model's own settings, penalties and beams included
+    model.generation_config = GenerationConfig()
+    chunks = [min(SAMPLED_TOGETHER, num_windows - done) for done in range(0, num_windows, SAMPLED_TOGETHER)]
     with Progress() as progress:
-        ticker = _Ticker(progress, progress.add_task("sampling text from the source", total=window_length - 1))
-        return model.generate(
-            torch.full((num_windows, 1), start, device=model.device),
-            attention_mask=torch.ones(num_windows, 1, dtype=torch.long, device=model.device),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=window_length - 1,
-            min_new_tokens=window_length - 1,
-            eos_token_id=None,
-            pad_token_id=start,
-            stopping_criteria=StoppingCriteriaList([ticker]),
-        ).cpu()
+        task = progress.add_task("sampling text from the source", total=len(chunks) * (window_length - 1))
+        ticker = StoppingCriteriaList([_Ticker(progress, task)])
+        sampled = [
+            model.generate(
+                torch.full((rows, 1), start, device=model.device),
+                attention_mask=torch.ones(rows, 1, dtype=torch.long, device=model.device),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=window_length - 1,
+                min_new_tokens=window_length - 1,
+                eos_token_id=None,
+                pad_token_id=start,
+                stopping_criteria=ticker,
+            )
+            for rows in chunks
+        ]
+    return torch.cat(sampled).cpu()

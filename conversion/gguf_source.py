@@ -33,15 +33,21 @@ def read_gguf(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase, di
     Raises:
         ValueError: an architecture, a tensor or a RoPE scaling that Llama's configuration cannot carry over.
     """
-    reader = GGUFReader(path)
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, IndexError, KeyError) as error:
+        raise ValueError(f"{path} is not a whole GGUF file: {error}") from error
     values = {
         name: field.contents() for name, field in reader.fields.items() if name.count(".") and "tokens" not in name
     }
     _refuse_unknown(values, reader)
     place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    model = LlamaForCausalLM.from_pretrained(
-        **place, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    model, loading_info = LlamaForCausalLM.from_pretrained(
+        **place, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), output_loading_info=True
     )
+    if missing := sorted(loading_info["missing_keys"]):
+        named = ", ".join(missing[:4])
+        raise ValueError(f"{path} lacks {len(missing)} tensors ({named}): complete it, or merge a split GGUF first")
     config = model.config
     # Stored in fp32: 9.999999747e-06 is the same number, and reads as 1e-05
     config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))

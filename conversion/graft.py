@@ -1,5 +1,6 @@
 """The graft in closed form: from a source's statistics to the tensors of a BHyT checkpoint."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +13,8 @@ from modeling_bhyt.configuration_bhyt import Site
 from modeling_bhyt.normalization_bhyt import attention_variance, mean_square
 
 from .arguments import GraftArguments
-from .calibration import BlockStatistics, GainFit, fit_ratio_and_offset, run_over
+from .calibration import NORM_OF_SITE, BlockStatistics, GainFit, fit_ratio_and_offset, run_over
 from .source import Source
-
-
-NORM_OF_SITE: dict[Site, str] = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
 
 
 @dataclass
@@ -28,6 +26,10 @@ class GraftedSite:
     gain: Tensor = field(default_factory=lambda: torch.empty(0))
     ratio: float | None = None
     offset: float | None = None
+
+    def __post_init__(self):
+        if self.lam == 0:
+            raise ValueError("lambda becomes 0 in the dtype of the checkpoint: take a larger one, or another --dtype")
 
     @property
     def is_estimated(self) -> bool:
@@ -43,7 +45,12 @@ class GraftedSite:
         values: dict[str, Any] = {"weight": self.gain, "lam": [self.lam]}
         if self.is_estimated:
             values |= {"variance_ratio": [self.ratio], "variance_offset": [self.offset]}
-        return {f"{prefix}.{name}": torch.as_tensor(value).to(self.dtype) for name, value in values.items()}
+        tensors = {f"{prefix}.{name}": torch.as_tensor(value).to(self.dtype) for name, value in values.items()}
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                dtype = str(self.dtype).removeprefix("torch.")
+                raise ValueError(f"{name} does not fit {dtype}: take a larger lambda, or --dtype bfloat16 or float32")
+        return tensors
 
 
 @dataclass
@@ -55,7 +62,11 @@ class Graft:
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    return torch.tensor(value, dtype=torch.float64).to(dtype).item()
+    """`value` as `dtype` holds it; refused where that is infinite."""
+    result = torch.tensor(value, dtype=torch.float64).to(dtype).item()
+    if not math.isfinite(result):
+        raise ValueError(f"{value:g} becomes {result:g} in {str(dtype).removeprefix('torch.')}: take another --dtype")
+    return result
 
 
 def output_dtype(stored: torch.dtype, requested: str) -> torch.dtype:
@@ -67,6 +78,8 @@ def bhyt_config(source: Source, arguments: GraftArguments) -> BHyTLlamaConfig:
     values = source.config.to_dict()
     for name in ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "_name_or_path"):
         values.pop(name, None)
+    if ours := sorted(set(values) & set(BHyTLlamaConfig.__annotations__) - {"rms_norm_eps"}):
+        raise ValueError(f"the source's config.json has the field {ours[0]!r}, which would be ours: remove it")
 
     def number_or_list(numbers: list[float]):
         return numbers[0] if len(numbers) == 1 else numbers
@@ -92,11 +105,13 @@ def fit_graft(source: Source, config: BHyTLlamaConfig, windows: Tensor, argument
     """
     model, eps, num_layers = source.model, config.rms_norm_eps, config.num_hidden_layers
     graft = Graft(config)
+    # A model is run in one dtype, that of its embeddings, even where norms are stored in another
+    run_dtype = output_dtype(source.tensors["model.embed_tokens.weight"].dtype, arguments.dtype)
     for layer in range(num_layers):
         for site, name in NORM_OF_SITE.items():
             stored = source.tensors[f"model.layers.{layer}.{name}.weight"].dtype
             dtype = output_dtype(stored, arguments.dtype)
-            graft.sites[layer, site] = GraftedSite(rounded(config.site_lambda(site, layer), dtype), dtype)
+            graft.sites[layer, site] = GraftedSite(rounded(config.site_lambda(site, layer), run_dtype), dtype)
 
     def fits(site: Site) -> list[GainFit]:
         norms = [getattr(layer, NORM_OF_SITE[site]) for layer in model.model.layers]
@@ -115,7 +130,7 @@ def fit_graft(source: Source, config: BHyTLlamaConfig, windows: Tensor, argument
     for layer in config.estimated_layers:
         second = graft.sites[layer, "mlp"]
         ratio, offset = _ratio_and_offset(layer, model, config, graft, statistics)
-        second.ratio, second.offset = rounded(ratio, second.dtype), rounded(offset, second.dtype)
+        second.ratio, second.offset = rounded(ratio, run_dtype), rounded(offset, run_dtype)
 
     block_input: dict[int, Tensor] = {}
 

@@ -122,7 +122,6 @@ def report_of(
     settings = asdict(arguments)
     for place in ("source", "output", "config", "calibration_text", "report_text", "dry_run", "overwrite"):
         settings.pop(place)
-    tied = source.config.tie_word_embeddings and "lm_head.weight" in source.tensors
     return {
         "bhyt_version": __version__,
         "source": {
@@ -142,14 +141,7 @@ def report_of(
             "num_predicted_tokens": comparison.model.num_tokens,
         },
         "kl_nats_per_token": comparison.kl,
-        "tensors": {
-            "copied_bit_for_bit" if settings["dtype"] == "auto" else "copied_and_cast": len(source.tensors)
-            - len(source.norm_names)
-            - len(source.recomputed)
-            - tied,
-            "replaced": len(source.norm_names),
-            "left_out": source.recomputed + ["lm_head.weight (equal to the tied embeddings)"] * tied,
-        },
+        "tensors": source.count_tensors(),
         "exact_layers": [i for i in range(graft.config.num_hidden_layers) if i not in graft.config.estimated_layers],
         "sites": [asdict(site) for site in sites],
     }
@@ -163,7 +155,11 @@ def summary_rows(report: dict) -> list[tuple[str, str]]:
     estimated = [site for site in sites if site["estimator_log_error"] is not None]
     within = sum(site["depth_effective"] < site["depth_limit"] for site in sites)
     nominal = sum(site["depth_nominal"] < site["depth_limit"] for site in sites)
+    source, tensors, dtype = report["source"], report["tensors"], report["settings"]["dtype"]
+    how = "copied bit for bit" if dtype == "auto" else f"cast to {dtype}"
     rows = [
+        ("source", source["name"] + (f" (quantised: {source['quantization']})" if source["quantization"] else "")),
+        ("tensors", f"{tensors['copied']} {how}, {tensors['replaced']} replaced, {len(tensors['left_out'])} left out"),
         ("perplexity of the source", f"{quality['source']:.4f}"),
         ("perplexity of the graft", f"{quality['bhyt']:.4f}"),
         ("ratio", f"{quality['ratio']:.4f}"),

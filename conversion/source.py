@@ -10,14 +10,17 @@ from pathlib import Path
 import torch
 from huggingface_hub import ModelCard, snapshot_download
 from rich.progress import track
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from yaml import YAMLError
 
+from .calibration import NORM_OF_SITE
 from .gguf_source import read_gguf
 
 
-NORM_SUFFIXES = (".input_layernorm.weight", ".post_attention_layernorm.weight")
+NORM_SUFFIXES = tuple(f".{name}.weight" for name in NORM_OF_SITE.values())
+HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "README.md"]
 # Written by old versions of transformers, recomputed from the configuration since
 RECOMPUTED_SUFFIX = ".self_attn.rotary_emb.inv_freq"
 
@@ -46,6 +49,14 @@ class Source:
     def norm_names(self) -> list[str]:
         return [name for name in self.tensors if name.endswith(NORM_SUFFIXES)]
 
+    def count_tensors(self) -> dict:
+        """Where each tensor of the source goes: copied, replaced, or left out (named, with the reason)."""
+        tied_head = self.config.tie_word_embeddings and "lm_head.weight" in self.tensors
+        left_out = [f"{name} (recomputed from the configuration)" for name in self.recomputed]
+        left_out += ["lm_head.weight (equal to the tied embeddings)"] * tied_head
+        replaced = len(self.norm_names)
+        return {"copied": len(self.tensors) - replaced - len(left_out), "replaced": replaced, "left_out": left_out}
+
     @property
     def hub_id(self) -> str | None:
         return None if Path(self.name).exists() else self.name
@@ -56,9 +67,14 @@ class StoredTensors(Mapping):
 
     def __init__(self, files: list[Path]):
         self._files: dict[str, Path] = {}
+        self.shapes: dict[str, list[int]] = {}
         for file in files:
-            with safe_open(file, "pt") as opened:
-                self._files |= dict.fromkeys(opened.keys(), file)
+            try:
+                with safe_open(file, "pt") as opened:
+                    self._files |= dict.fromkeys(opened.keys(), file)
+                    self.shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+            except SafetensorError as error:
+                raise ValueError(f"{file} is damaged ({error}): complete the download") from error
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self._files[name], "pt") as opened:
@@ -120,9 +136,9 @@ def _read_folder(name: str, folder: Path) -> Source:
     tensors = StoredTensors(files)
     recomputed = [key for key in tensors if key.endswith(RECOMPUTED_SUFFIX)]
     _settle_tie(config, tensors, is_stated="tie_word_embeddings" in stated)
-    _check_tensor_names(config, set(tensors) - set(recomputed))
+    _check_tensors(config, {name: shape for name, shape in tensors.shapes.items() if name not in recomputed})
+    _check_tied_head(config, tensors)
     has_generation_config = (folder / "generation_config.json").is_file()
-    card = folder / "README.md"
     return Source(
         name,
         config,
@@ -131,18 +147,25 @@ def _read_folder(name: str, folder: Path) -> Source:
         GenerationConfig.from_pretrained(folder) if has_generation_config else None,
         open_model=lambda: LlamaForCausalLM.from_pretrained(folder, config=config, dtype="auto"),
         files=_describe(files),
-        license=ModelCard.load(card, ignore_metadata_errors=True).data.license if card.is_file() else None,
+        license=_license(folder / "README.md"),
         recomputed=recomputed,
     )
+
+
+def _license(card: Path) -> str | None:
+    if not card.is_file():
+        return None
+    try:
+        return ModelCard.load(card).data.license
+    except (ValueError, YAMLError):
+        return None
 
 
 def _download(repository: str) -> Path:
     if repository.count("/") > 1 or repository.startswith((".", "/")):
         raise ValueError(f"no folder at {repository}: give a folder, a .gguf file or a Hub id")
     try:
-        return Path(
-            snapshot_download(repository, allow_patterns=["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"])
-        )
+        return Path(snapshot_download(repository, allow_patterns=HUB_FILES))
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"{repository} is no folder here and could not be read from the Hub: {reason}") from error
@@ -160,7 +183,7 @@ def _read_llama_config(folder: Path) -> tuple[dict, LlamaConfig]:
         raise ValueError(f"{folder} is a BHyT checkpoint already")
     if model_type != "llama":
         raise ValueError(f"{folder} has model_type {model_type!r}: only 'llama' checkpoints can be grafted")
-    if "quantization_config" in values:
+    if values.get("quantization_config"):
         method = values["quantization_config"].get("quant_method", "unknown")
         raise ValueError(f"{folder} is quantised ({method}): dequantise it, or start from the original checkpoint")
     return values, LlamaConfig.from_pretrained(folder)
@@ -168,7 +191,8 @@ def _read_llama_config(folder: Path) -> tuple[dict, LlamaConfig]:
 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    # transformers takes the single file where there are both
+    if index.is_file() and not (folder / "model.safetensors").is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     else:
         names = ["model.safetensors"]
@@ -186,12 +210,6 @@ def _settle_tie(config: LlamaConfig, tensors: StoredTensors, is_stated: bool):
     has_head = "lm_head.weight" in tensors
     if not is_stated:
         config.tie_word_embeddings = not has_head
-    elif config.tie_word_embeddings and has_head:
-        if not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
-            raise ValueError(
-                "config.json says tie_word_embeddings = true, but the file holds an lm_head.weight that differs from "
-                "model.embed_tokens.weight: set tie_word_embeddings to false, or remove lm_head.weight"
-            )
     elif not config.tie_word_embeddings and not has_head:
         raise ValueError(
             "config.json says tie_word_embeddings = false, but the file holds no lm_head.weight: "
@@ -199,16 +217,29 @@ def _settle_tie(config: LlamaConfig, tensors: StoredTensors, is_stated: bool):
         )
 
 
-def _check_tensor_names(config: LlamaConfig, names: set[str]):
-    """Every tensor of the file must have a place in the model, and every place a tensor."""
+def _check_tied_head(config: LlamaConfig, tensors: StoredTensors):
+    has_head = config.tie_word_embeddings and "lm_head.weight" in tensors
+    if has_head and not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
+        raise ValueError(
+            "config.json says tie_word_embeddings = true, but the file holds an lm_head.weight that differs from "
+            "model.embed_tokens.weight: set tie_word_embeddings to false, or remove lm_head.weight"
+        )
+
+
+def _check_tensors(config: LlamaConfig, shapes: dict[str, list[int]]):
+    """Every tensor of the file must have a place of its shape in the model, and every place a tensor."""
     with torch.device("meta"):
-        expected = set(LlamaForCausalLM(config).state_dict())
+        places = {name: list(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    names, expected = set(shapes), set(places)
     optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for problem, keys in (("unexpected", names - expected), ("missing", expected - names - optional)):
         if keys:
             shown = ", ".join(sorted(keys)[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
             hint = "; are attention_bias and mlp_bias set as they should?" if any(".bias" in k for k in keys) else ""
             raise ValueError(f"{len(keys)} {problem} tensors for this config.json: {shown}{hint}")
+    for name, shape in shapes.items():
+        if shape != places[name]:
+            raise ValueError(f"{name} has shape {shape}, but config.json makes it {places[name]}")
 
 
 def _make_portable(tokenizer: PreTrainedTokenizerBase, config: LlamaConfig):

@@ -22,6 +22,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+def _exp(loss: float) -> float:
+    # fp64 ends at exp(709.8)
+    return math.exp(loss) if loss < 709 else math.inf
+
+
 @dataclass
 class Perplexity:
     """exp(mean loss); `loss` in nats a token over `num_tokens` predicted tokens."""
@@ -33,7 +38,7 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return _exp(self.loss)
 
 
 @dataclass
@@ -47,7 +52,7 @@ class Comparison:
     @property
     def ratio(self) -> float:
         """The model's perplexity over the reference's; 1 means that nothing was lost."""
-        return math.exp(self.model.loss - self.reference.loss)
+        return _exp(self.model.loss - self.reference.loss)
 
 
 def read_documents(path: str) -> list[str]:

@@ -35,7 +35,7 @@ def render_card(
 
 def save_card(folder: Path, report: dict, summary: list[tuple[str, str]], base_model: str | None):
     """Writes README.md into a checkpoint's folder."""
-    title = f"{Path(report['source']['name']).stem} with BHyT"
+    name = Path(report["source"]["name"]).name.removesuffix(".gguf")
     has_chat_template = (folder / "chat_template.jinja").is_file()
-    card = render_card(title, "path/or/hub-id", report, summary, base_model, has_chat_template)
+    card = render_card(f"{name} with BHyT", f"your-name/{name}-BHyT", report, summary, base_model, has_chat_template)
     (folder / "README.md").write_text(card, encoding="utf-8")

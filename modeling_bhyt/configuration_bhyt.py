@@ -156,8 +156,9 @@ class BHyTLlamaConfig(LlamaConfig):
             for number in value if isinstance(value, list) else [value]:
                 if number is not None and not 0 < number < math.inf:
                     raise ValueError(f"{name} is {number}: give a finite number above 0")
-        if not 0 <= self.rms_norm_eps < math.inf:
-            raise ValueError(f"rms_norm_eps is {self.rms_norm_eps}: give a finite number of at least 0")
+        # A row of zeros, such as a padding token's embedding, would be divided by 0
+        if not 0 < self.rms_norm_eps < math.inf:
+            raise ValueError(f"rms_norm_eps is {self.rms_norm_eps}: give a finite number above 0")
         if self.num_hidden_layers < 1:
             raise ValueError(f"num_hidden_layers is {self.num_hidden_layers}: give at least 1 layer")
         if self.variance_context_length < 1:

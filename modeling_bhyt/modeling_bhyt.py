@@ -181,8 +181,8 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
         for layer_idx, layer in enumerate(self.base_model.layers):
             norms: dict[Site, nn.Module] = {"attention": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
             for site, norm in norms.items():
-                if isinstance(norm, BHyT):
-                    nominal = norm.lam.abs().item() / norm.kappa
+                if self.config.norm_type in ("bhyt", "bhyt_star"):
+                    nominal = norm.lam.abs().item() / self.config.kappa
                     gain = norm.weight.float().pow(2).mean().sqrt().item()
                     limit = 1 / math.sqrt(self.config.num_hidden_layers)
                     bounds.append(DepthBound(layer_idx, site, nominal, gain * nominal, limit))
@@ -198,8 +198,8 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
             (old, new) c for each layer that estimates.
 
         Raises:
-            ValueError: "fitted" constants, which only calibration gives, and weights that hold no plain numbers here
-                (quantised, sharded, offloaded).
+            ValueError: "fitted" constants, which only calibration gives, and weights that are not plain numbers here
+                (quantised, sharded, offloaded, under an adapter).
         """
         if self.config.second_site_estimator == "fitted":
             raise ValueError("variance_estimator 'fitted' comes from calibration, not from weights: see conversion")
@@ -264,6 +264,11 @@ class BHyTLlamaModel(BHyTLlamaPreTrainedModel, LlamaModel):
     def _attention_variance(self, layer_idx: int) -> float:
         layer, config = self.layers[layer_idx], self.config
         attention, norm = layer.self_attn, layer.input_layernorm
+        plain = isinstance(norm, (BHyT, RMSNormSite)) and type(attention.v_proj) is type(attention.o_proj) is nn.Linear
+        if not plain:
+            raise ValueError(
+                f"layer {layer_idx}: c cannot be computed under an adapter; merge it first (merge_and_unload)"
+            )
         if not all(
             type(p) is nn.Parameter and p.is_floating_point() and not p.is_meta for p in attention.parameters()
         ):
@@ -316,7 +321,8 @@ class BHyTLlamaForTokenClassification(GenericForTokenClassification, BHyTLlamaPr
         BHyTLlamaPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         self.model = BHyTLlamaModel(config)
-        self.dropout = nn.Dropout(0.1)
+        # LlamaConfig has no field for it; transformers' own head reads this name where a configuration carries it
+        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", None) or 0.1)
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 

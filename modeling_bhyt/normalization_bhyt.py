@@ -128,10 +128,13 @@ class BHyT(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.lam = nn.Parameter(torch.full((1,), float(lam)), requires_grad=learnable_lambda)
 
+    @property
+    def effective_lambda(self) -> Tensor:
+        return self.lam if self.learnable_lambda else self.lam.detach()
+
     def normalize(self, x: Tensor, ms: Tensor, dtype: torch.dtype) -> Tensor:
         """y in `dtype`, for x in full precision."""
-        lam = self.lam if self.learnable_lambda else self.lam.detach()
-        return bhyt(x, self.weight, lam, self.kappa, ms, self.eps).to(dtype)
+        return bhyt(x, self.weight, self.effective_lambda, self.kappa, ms, self.eps).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         full = in_full_precision(x)
@@ -145,8 +148,7 @@ class BHyTStar(BHyT):
     """Identical to BHyT except: equation 1, with the standard deviation about the mean, and the mean."""
 
     def normalize(self, x: Tensor, ms: Tensor | None, dtype: torch.dtype) -> Tensor:
-        lam = self.lam if self.learnable_lambda else self.lam.detach()
-        return bhyt_star(x, self.weight, lam, self.kappa, self.eps).to(dtype)
+        return bhyt_star(x, self.weight, self.effective_lambda, self.kappa, self.eps).to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.normalize(in_full_precision(x), None, x.dtype)

@@ -5,12 +5,11 @@ import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 
-# The name under which an editable install would answer: the folder's own code is to be used
-assert "modeling_bhyt" not in sys.modules
-
 name, question = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+# The folder's own code, not an installed package
+assert type(model).__module__.startswith("transformers_modules")
 print(f"\n{type(model).__module__}.{type(model).__name__}\n\n{question}\n")
 
 messages = [{"role": "user", "content": question}]

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+
+# Read when huggingface_hub is imported
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -12,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM
 
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Tiny models gain nothing from a second thread, and two threads that wait for each other slow a busy machine down
 torch.set_num_threads(1)
 

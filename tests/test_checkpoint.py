@@ -3,11 +3,11 @@
 import pytest
 import torch
 from checkpoints import assert_states_equal, outputs, train_two_steps, with_distinct_vectors
-from conftest import tiny_llama, tiny_model
+from conftest import TINY, tiny_llama, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
-from modeling_bhyt import BHyTLlamaForCausalLM, BHyTLlamaForSequenceClassification
+from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM, BHyTLlamaForSequenceClassification
 
 
 REMEDY = "python -m conversion"
@@ -92,6 +92,9 @@ def test_a_plain_llama_folder_is_refused(tmp_path, override):
     tiny_llama().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=REMEDY):
         BHyTLlamaForCausalLM.from_pretrained(tmp_path, **override)
+    # Also where the caller's own configuration hides the folder's
+    with pytest.raises(ValueError, match=REMEDY):
+        BHyTLlamaForCausalLM.from_pretrained(tmp_path, config=BHyTLlamaConfig(**{**TINY, **override}))
 
 
 @pytest.mark.parametrize("norm_type", ["bhyt", "bhyt_star", "dyt"])

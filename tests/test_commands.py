@@ -9,10 +9,11 @@ import torch
 from conftest import REPOSITORY
 from safetensors.torch import load_file
 from test_graft import QUICK, graft, save_source
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from conversion import __main__ as command
 from conversion.arguments import parse_graft_arguments
+from conversion.texts import Texts
 
 
 def run(*words, monkeypatch=None, capsys=None):
@@ -58,6 +59,9 @@ BAD_INPUT = {
         ["{source}", "{output}", "--calibration_text", "{short}", "--window_length", "64"],
         "128 are needed: give more text",
     ),
+    "no text, dry": (["{source}", "{output}", "--report_text", "absent.txt", *QUICK, "--dry_run"], "no text file at"),
+    "calibrated text": (["{source}", "{output}", *QUICK, "--report_text", QUICK[-1]], "report_text holds windows of"),
+    "source by another name": (["{source}", "{source}/../source", "--overwrite"], "choose another folder"),
     "no source": (["absent/folder/here", "{output}"], "no folder at absent/folder/here"),
     "source is output": (["{source}", "{source}"], "choose another folder"),
     "no yaml": (["{source}", "{output}", "--config", "absent.yaml"], "absent.yaml cannot be read"),
@@ -144,17 +148,20 @@ def test_the_source_writes_its_own_text_and_the_report_takes_another_part(source
     graft_flags = [*quick, "--seed", "3"]
     arguments = parse_graft_arguments([str(source), "unused", *graft_flags])
     opened = command.read_source(str(source))
-    calibration, held_out, texts = command.choose_texts(arguments, opened)
+    opened.model.generation_config = GenerationConfig(repetition_penalty=5.0, no_repeat_ngram_size=1)
+    texts = Texts(arguments, opened)
+    calibration, held_out = texts.windows()
     assert calibration.shape == (8, 48) and held_out.shape == (4, 48)
     assert not any(torch.equal(a, b) for a in calibration for b in held_out)
     assert (calibration[:, 0] == AutoTokenizer.from_pretrained(source).eos_token_id).all()
-    again, _, _ = command.choose_texts(arguments, opened)
-    assert torch.equal(calibration, again) and texts["report"].startswith("text sampled from the source")
+    # The same text from a source whose generation settings would bend it
+    again, _ = Texts(arguments, command.read_source(str(source))).windows()
+    assert torch.equal(calibration, again) and texts.names["report"] == "text sampled from the source, another part"
 
 
 def test_a_named_text_is_split_between_calibration_and_report(source):
     arguments = parse_graft_arguments([str(source), "unused", *QUICK])
-    calibration, held_out, _ = command.choose_texts(arguments, command.read_source(str(source)))
+    calibration, held_out = Texts(arguments, command.read_source(str(source))).windows()
     text = (REPOSITORY / "LICENSE").read_text()
     tokenizer = AutoTokenizer.from_pretrained(source)
     assert tokenizer.decode(torch.cat([calibration, held_out]).flatten()) == text[: 12 * 48]

@@ -99,6 +99,18 @@ def llama3_factors(model, factor, original):
     return (1 / ((1 - smooth) / factor + smooth)).float().numpy()
 
 
+def test_missing_tensors_and_a_cut_file_are_refused(tmp_path):
+    model = tiny_llama()
+    state = {name: t for name, t in model.state_dict().items() if "layers.1.mlp.up_proj" not in name}
+    model.state_dict = lambda: state
+    write_gguf(tmp_path / "m.gguf", model)
+    with pytest.raises(ValueError, match=r"lacks 1 tensors \(model.layers.1.mlp.up_proj.weight\)"):
+        read_gguf(tmp_path / "m.gguf")
+    (tmp_path / "cut.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:300])
+    with pytest.raises(ValueError, match="cut.gguf is not a whole GGUF file"):
+        read_gguf(tmp_path / "cut.gguf")
+
+
 def test_plain_file_gives_equal_logits_and_clean_numbers(tmp_path):
     model = tiny_llama(rms_norm_eps=1e-5)
     write_gguf(tmp_path / "m.gguf", model)

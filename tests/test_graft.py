@@ -161,6 +161,9 @@ def test_mixed_dtypes_survive_tensor_by_tensor(tmp_path):
     after = load_file(tmp_path / "out" / "model.safetensors")
     expected = {name: torch.float32 if "norm" in name else torch.bfloat16 for name in after}
     assert {name: tensor.dtype for name, tensor in after.items()} == expected
+    # Fitted under the constants that the model runs with, in the dtype of its embeddings
+    constants = [tensor for name, tensor in after.items() if name.endswith((".lam", "_ratio", "_offset"))]
+    assert constants and all(torch.equal(tensor, tensor.bfloat16().float()) for tensor in constants)
 
 
 def test_dtype_flag_casts_everything(tmp_path):
@@ -180,6 +183,14 @@ def test_gain_is_fitted_under_the_rounded_constants(tmp_path):
         for value in filter(None, (site.lam, site.ratio, site.offset)):
             assert value == torch.tensor(value).bfloat16().item()
     assert fitted.sites[0, "attention"].lam == 0.30078125
+
+
+def test_constants_that_a_dtype_cannot_hold_are_refused(tmp_path):
+    save_source(tmp_path / "source")
+    for lam, reason in (("1e-6", "does not fit float16"), ("1e-9", "lambda becomes 0")):
+        with pytest.raises(ValueError, match=reason):
+            graft(tmp_path / "source", tmp_path / "out", "--attention_lambda", lam, "--dtype", "float16")
+        assert not (tmp_path / "out").exists()
 
 
 ROPES = [
@@ -272,7 +283,7 @@ def test_grafted_tensors_account_for_every_source_tensor(tmp_path):
     graft(tmp_path / "source", tmp_path / "out")
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["tensors"]
     assert len(report["left_out"]) == 2 and report["replaced"] == 6
-    assert report["copied_bit_for_bit"] + report["replaced"] + len(report["left_out"]) == len(tensors)
+    assert report["copied"] + report["replaced"] + len(report["left_out"]) == len(tensors)
     arguments = parse_graft_arguments([str(tmp_path / "source"), "unused", *QUICK])
     source = read_source(arguments.source)
     fitted = fit_graft(source, bhyt_config(source, arguments), torch.randint(3, 250, (1, 16)), arguments)

@@ -1,6 +1,7 @@
 """Who imports whom, what travels with a checkpoint, what a wheel holds, and whether README's words still run."""
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -78,3 +79,11 @@ def test_readme_snippets_run_in_their_order(tmp_path):
     done = subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "smollm2-bhyt-sft" / "modeling_bhyt.py").is_file()
+
+
+def test_a_transformers_that_is_too_old_is_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.3.0")
+    file = REPOSITORY / "modeling_bhyt" / "configuration_bhyt.py"
+    spec = importlib.util.spec_from_file_location("old_configuration", file)
+    with pytest.raises(ImportError, match="bhyt needs transformers >= 5.4, but 5.3.0 is installed: pip install"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

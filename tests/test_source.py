@@ -1,11 +1,13 @@
 """What a source may be, and what is refused before anything is written."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
 from conftest import tiny_llama, tiny_model
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from test_graft import edit_json, save_source
 from transformers import LlamaConfig, MistralConfig, MistralForCausalLM
@@ -71,6 +73,23 @@ def test_biases_are_kept_where_the_flags_say_so_and_refused_where_not(tmp_path):
     assert "attention_bias" in message
 
 
+def test_damaged_and_contradictory_folders_are_one_sentence(tmp_path):
+    save_source(tmp_path)
+    edit_json(tmp_path / "config.json", quantization_config=None)
+    (tmp_path / "README.md").write_text("---\nlicense: [\n---\n")
+    assert read_source(str(tmp_path)).license is None
+    edit_json(tmp_path / "config.json", intermediate_size=96)
+    assert "down_proj.weight has shape [64, 128], but config.json makes it [64, 96]" in refusal(tmp_path)
+    edit_json(tmp_path / "config.json", intermediate_size=128)
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"model.norm.weight": "absent.safetensors"}}'
+    )
+    assert len(read_source(str(tmp_path)).tensors) == 30
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    assert "model.safetensors is damaged" in refusal(tmp_path)
+
+
 def test_missing_tensors_and_missing_shards_are_named(tmp_path):
     model = save_source(tmp_path)
     edit_tensors(tmp_path, remove=["model.norm.weight"])
@@ -108,8 +127,7 @@ def test_other_kinds_of_checkpoint_are_refused_with_the_reason(tmp_path):
         assert reason in refusal(tmp_path / name), name
 
 
-def test_a_hub_id_that_cannot_be_reached_is_one_sentence(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_a_hub_id_that_cannot_be_reached_is_one_sentence():
     message = refusal("someone/some-model")
     assert message.startswith("someone/some-model is no folder here and could not be read from the Hub")
     assert "\n" not in message
@@ -119,7 +137,14 @@ def test_a_hub_id_is_read_from_its_download(tmp_path, monkeypatch):
     """The download itself is huggingface_hub's; here it is replaced by a folder that stands ready."""
     save_source(tmp_path)
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n")
-    monkeypatch.setattr("conversion.source.snapshot_download", lambda repository, **kwargs: str(tmp_path))
+
+    def download(repository, allow_patterns):
+        (tmp_path / "cache").mkdir()
+        for file in filter_repo_objects([path.name for path in tmp_path.glob("*.*")], allow_patterns=allow_patterns):
+            shutil.copy(tmp_path / file, tmp_path / "cache")
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr("conversion.source.snapshot_download", download)
     source = read_source("someone/some-model")
     assert source.hub_id == "someone/some-model" and source.license == "apache-2.0"
 
@@ -138,7 +163,7 @@ def test_provenance_holds_digests_and_no_path(tmp_path):
     assert str(tmp_path) not in json.dumps(source.files) + json.dumps(source.config.to_dict())
 
 
-def test_opening_a_source_reads_no_weights_until_they_are_asked_for(tmp_path):
+def test_reading_a_source_builds_no_model_until_it_is_asked_for(tmp_path):
     tiny_llama().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     assert "model" not in vars(read_source(str(tmp_path)))

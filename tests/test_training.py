@@ -20,6 +20,12 @@ NORMS = ["input_layernorm", "post_attention_layernorm"]
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
 
 
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path, monkeypatch):
+    """The Trainer makes its output folder wherever it stands."""
+    monkeypatch.chdir(tmp_path)
+
+
 def backward(model, token_ids, **kwargs):
     """Loss and every gradient, by name, of one training step's forward and backward pass."""
     model.train().zero_grad()
@@ -196,6 +202,18 @@ def test_trained_adapter_with_norms_is_reloaded_and_merged_unchanged(tmp_path, n
     for (name, before), after in zip(base.named_parameters(), saved.parameters()):
         if any(norm in name for norm in NORMS):
             assert torch.equal(before, after) is ("variance_" in name), name
+
+
+def test_under_an_adapter_the_bounds_are_reported_and_a_refresh_is_refused(token_ids):
+    bare = tiny_model()
+    expected = bare.depth_bounds()
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    for options in {"target_modules": ["v_proj"]}, {"target_modules": ["q_proj"], "modules_to_save": norms}:
+        adapted = get_peft_model(tiny_model(), LoraConfig(**options))
+        assert adapted.base_model.model.depth_bounds() == expected
+        with pytest.raises(ValueError, match="merge it first"):
+            adapted.base_model.model.refresh_variance_constants()
+        assert adapted.merge_and_unload().refresh_variance_constants()
 
 
 def test_constants_saved_with_an_adapter_get_no_gradient_although_peft_unfreezes_them(token_ids):

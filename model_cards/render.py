@@ -18,6 +18,8 @@ def render_card(
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, keep_trailing_newline=True
     )
+    # Values go into YAML as JSON strings, which are YAML too
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
     source = report["source"]
     card = environment.get_template("template.md").render(
         title=title,

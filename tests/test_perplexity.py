@@ -9,7 +9,7 @@ from byte_tokenizer import byte_tokenizer
 from conftest import tiny_llama, tiny_model
 from tokenizers.processors import TemplateProcessing
 
-from evaluation.perplexity import adds_bos, compare, perplexity, read_documents, text_windows
+from evaluation.perplexity import Comparison, Perplexity, adds_bos, compare, perplexity, read_documents, text_windows
 
 
 def bos_tokenizer():
@@ -60,6 +60,11 @@ def test_comparison_with_itself_costs_nothing_and_with_another_model_something()
     with torch.no_grad():
         p, q = (m(windows).logits[:, :-1].double().log_softmax(-1) for m in (model, tiny_llama(seed=9)))
     assert other.kl == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-5)
+
+
+def test_a_hopeless_loss_is_infinite_perplexity_and_no_overflow():
+    assert Perplexity(1e4, 1, 1, 2).perplexity == math.inf
+    assert Comparison(Perplexity(3.0, 1, 1, 2), Perplexity(1e4, 1, 1, 2), 1.0).ratio == math.inf
 
 
 def test_windows_beyond_the_context_are_refused():

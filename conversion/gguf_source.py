@@ -10,20 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
 TENSORS = {"token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight"}
-BLOCK_TENSORS = {
-    f"{name}.weight"
-    for name in (
-        "attn_norm",
-        "attn_q",
-        "attn_k",
-        "attn_v",
-        "attn_output",
-        "ffn_norm",
-        "ffn_gate",
-        "ffn_up",
-        "ffn_down",
-    )
-}
+BLOCK_NORMS = ("attn_norm", "ffn_norm")
+BLOCK_PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 UNQUANTIZED = {"F32", "F16", "BF16"}
 
 
@@ -66,9 +54,10 @@ def _refuse_unknown(values: dict, reader: GGUFReader):
     architecture = values.get("general.architecture")
     if architecture != "llama":
         raise ValueError(f"the GGUF file holds architecture {architecture!r}: only 'llama' can be grafted")
+    in_a_block = {f"{part}.weight" for part in BLOCK_NORMS + BLOCK_PROJECTIONS}
     for tensor in reader.tensors:
         known = tensor.name in TENSORS or (
-            tensor.name.startswith("blk.") and tensor.name.split(".", 2)[2] in BLOCK_TENSORS
+            tensor.name.startswith("blk.") and tensor.name.split(".", 2)[2] in in_a_block
         )
         if not known:
             raise ValueError(f"the GGUF file holds {tensor.name}, which has no place in a Llama without biases")

@@ -26,7 +26,9 @@ def prefill(model, token_ids):
 
 
 def decode(model, token_ids):
-    model.generate(token_ids[:, :16], max_new_tokens=16, min_new_tokens=16, do_sample=False)
+    prompt = token_ids[:, :16]
+    settings = {"max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
 
 
 def train(model, token_ids):

@@ -177,7 +177,7 @@ def _read_llama_config(folder: Path) -> tuple[dict, LlamaConfig]:
         raise ValueError(f"{folder} holds an adapter: merge it into its base model first (PEFT: merge_and_unload)")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: give the folder of a Llama checkpoint")
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values = _read_json(folder / "config.json")
     model_type = values.get("model_type")
     if model_type == "bhyt_llama":
         raise ValueError(f"{folder} is a BHyT checkpoint already")
@@ -189,11 +189,21 @@ def _read_llama_config(folder: Path) -> tuple[dict, LlamaConfig]:
     return values, LlamaConfig.from_pretrained(folder)
 
 
+def _read_json(file: Path) -> dict:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} holds no JSON object")
+    return values
+
+
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     # transformers takes the single file where there are both
     if index.is_file() and not (folder / "model.safetensors").is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
     else:
         names = ["model.safetensors"]
     if missing := [name for name in names if not (folder / name).is_file()]:

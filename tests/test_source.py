@@ -85,6 +85,10 @@ def test_damaged_and_contradictory_folders_are_one_sentence(tmp_path):
         '{"weight_map": {"model.norm.weight": "absent.safetensors"}}'
     )
     assert len(read_source(str(tmp_path)).tensors) == 30
+    for content, reason in (("{", "config.json is not valid JSON"), ("[]", "config.json holds no JSON object")):
+        (tmp_path / "broken").mkdir(exist_ok=True)
+        (tmp_path / "broken" / "config.json").write_text(content)
+        assert reason in refusal(tmp_path / "broken")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     assert "model.safetensors is damaged" in refusal(tmp_path)

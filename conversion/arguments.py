@@ -71,6 +71,11 @@ class GraftArguments:
         for name in ("source", "output"):
             if not getattr(self, name):
                 raise ValueError(f"{name.upper()} is missing: python -m conversion graft SOURCE OUTPUT")
+        # A YAML file may hold any type
+        for name, kind in (("calibration_text", str), ("report_text", str), ("dry_run", bool), ("overwrite", bool)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"{name} is {value!r}: give {'a file name' if kind is str else 'true or false'}")
         self.exact_layers = _layer_indices(self.exact_variance_layers)
         for name in ("attention_lambda", "mlp_lambda", "kappa"):
             value = getattr(self, name)

@@ -66,7 +66,10 @@ def read_documents(path: str) -> list[str]:
     file = Path(name)
     if not file.is_file():
         raise ValueError(f"no text file at {name}: give a .txt or a .jsonl with a 'text' field")
-    content = file.read_text(encoding="utf-8")
+    try:
+        content = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     if file.suffix not in (".jsonl", ".json"):
         documents = [content]
     else:

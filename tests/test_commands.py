@@ -128,9 +128,21 @@ def test_yaml_gives_what_flags_give_and_flags_win(tmp_path):
         assert parse_graft_arguments(["a", "b", *words]).exact_layers == [0, 2]
 
 
-@pytest.mark.parametrize(
-    "content,reason", [("kapa: 3", "unknown key 'kapa'"), ("- 1", "not a mapping"), ("a: [", "read")]
-)
+BAD_YAML = [
+    ("kapa: 3", "unknown key 'kapa'"),
+    ("- 1", "not a mapping"),
+    ("a: [", "cannot be read"),
+    ("kappa: ten", "invalid float value: 'ten'"),
+    ("kappa: true", "kappa is True"),
+    ("window_length: 2.5", "window_length is 2.5"),
+    ("attention_lambda: [a]", "attention_lambda is 'a'"),
+    ("calibration_text: 3", "calibration_text is 3: give a file name"),
+    ("dry_run: 3", "dry_run is 3: give true or false"),
+    ("dtype: 3", "dtype is 3: choose from auto"),
+]
+
+
+@pytest.mark.parametrize("content,reason", BAD_YAML)
 def test_a_bad_yaml_is_refused(tmp_path, capsys, content, reason):
     (tmp_path / "bad.yaml").write_text(content)
     with pytest.raises(SystemExit) as caught:

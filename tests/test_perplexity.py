@@ -91,6 +91,8 @@ def test_a_bad_line_is_named(tmp_path, content):
 
 def test_missing_and_empty_texts_are_refused(tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
-    for name, message in (("empty.txt", "holds no text"), ("absent.txt", "no text file at")):
+    (tmp_path / "latin.txt").write_bytes(b"na\xefve")
+    cases = (("empty.txt", "holds no text"), ("absent.txt", "no text file at"), ("latin.txt", "is not UTF-8 text"))
+    for name, message in cases:
         with pytest.raises(ValueError, match=message):
             read_documents(str(tmp_path / name))

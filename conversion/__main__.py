@@ -1,5 +1,6 @@
 """python -m conversion graft SOURCE OUTPUT"""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ def graft(arguments: GraftArguments):
     output = Path(arguments.output)
     if output.exists() and not arguments.overwrite:
         raise ValueError(f"OUTPUT {output} exists: choose another folder, or replace it with --overwrite")
+    place = next(folder for folder in output.absolute().parents if folder.exists())
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"OUTPUT {output} cannot be made: {place} is not writable")
     source = read_source(arguments.source)
     config = bhyt_config(source, arguments)
     texts = Texts(arguments, source)

@@ -68,14 +68,15 @@ class GraftArguments:
     overwrite: bool = field(default=False, metadata={"help": "Replace OUTPUT if it exists."})
 
     def __post_init__(self):
-        for name in ("source", "output"):
-            if not getattr(self, name):
-                raise ValueError(f"{name.upper()} is missing: python -m conversion graft SOURCE OUTPUT")
         # A YAML file may hold any type
-        for name, kind in (("calibration_text", str), ("report_text", str), ("dry_run", bool), ("overwrite", bool)):
+        texts = dict.fromkeys(("source", "output", "calibration_text", "report_text"), str)
+        for name, kind in {**texts, "dry_run": bool, "overwrite": bool}.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise ValueError(f"{name} is {value!r}: give {'a file name' if kind is str else 'true or false'}")
+        for name in ("source", "output"):
+            if not getattr(self, name):
+                raise ValueError(f"{name.upper()} is missing: python -m conversion graft SOURCE OUTPUT")
         self.exact_layers = _layer_indices(self.exact_variance_layers)
         for name in ("attention_lambda", "mlp_lambda", "kappa"):
             value = getattr(self, name)
@@ -87,6 +88,7 @@ class GraftArguments:
             ("num_report_tokens", 1),
             ("window_length", 8),
             ("batch_size", 1),
+            ("seed", 0),
         ):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
@@ -95,8 +97,8 @@ class GraftArguments:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: choose from {', '.join(choices)}")
         output, source = Path(self.output).resolve(), Path(self.source).resolve()
-        if output == source or output in source.parents:
-            raise ValueError(f"OUTPUT {self.output} holds SOURCE {self.source}: choose another folder")
+        if output == source or output in source.parents or source in output.parents:
+            raise ValueError(f"OUTPUT {self.output} and SOURCE {self.source} hold each other: choose another folder")
 
     @property
     def num_calibration_windows(self) -> int:
@@ -146,8 +148,8 @@ def fail(message: str, code: int = 2) -> NoReturn:
 def _read_yaml(path: str) -> dict:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
-        fail(f"{path} cannot be read: {str(error).splitlines()[0]}")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        fail(f"{path} cannot be read as YAML: {' '.join(str(error).split())}")
     known = {f.name for f in fields(GraftArguments)} - {"config"}
     if not isinstance(values, dict) or (unknown := sorted(set(values) - known)):
         what = f"unknown key {unknown[0]!r}" if isinstance(values, dict) else "not a mapping of keys to values"

@@ -171,7 +171,10 @@ def summary_rows(report: dict) -> list[tuple[str, str]]:
         ("calibrated on", report["texts"]["calibration"]),
         ("layers with an exact second statistic", ", ".join(map(str, report["exact_layers"])) or "none"),
         ("largest relative output error", f"{worst['relative_output_error']:.4f} ({_place(worst)})"),
-        ("largest share of tanh beyond 0.99", f"{saturated['saturated_share']:.2e} ({_place(saturated)})"),
+        (
+            "largest share of tanh beyond 0.99",
+            f"{saturated['saturated_share']:.2e} ({_place(saturated)})" if saturated["saturated_share"] else "none",
+        ),
     ]
     if estimated:
         error = max(estimated, key=lambda site: site["estimator_log_error"])
@@ -179,7 +182,7 @@ def summary_rows(report: dict) -> list[tuple[str, str]]:
     rows.append(
         (
             "depth bound (Theorem 3.5) holds",
-            f"at {nominal} of {len(sites)} sites at gamma = 1, {within} with the gains",
+            f"at {nominal} of {len(sites)} sites at gamma = 1, {within} with the gains (limit {sites[0]['depth_limit']:.4g})",
         )
     )
     return rows

@@ -61,6 +61,7 @@ BAD_INPUT = {
     ),
     "no text, dry": (["{source}", "{output}", "--report_text", "absent.txt", *QUICK, "--dry_run"], "no text file at"),
     "calibrated text": (["{source}", "{output}", *QUICK, "--report_text", QUICK[-1]], "report_text holds windows of"),
+    "output in source": (["{source}", "{source}/sub"], "choose another folder"),
     "source by another name": (["{source}", "{source}/../source", "--overwrite"], "choose another folder"),
     "no source": (["absent/folder/here", "{output}"], "no folder at absent/folder/here"),
     "source is output": (["{source}", "{source}"], "choose another folder"),
@@ -139,6 +140,8 @@ BAD_YAML = [
     ("calibration_text: 3", "calibration_text is 3: give a file name"),
     ("dry_run: 3", "dry_run is 3: give true or false"),
     ("dtype: 3", "dtype is 3: choose from auto"),
+    ("seed: null", "seed is None: give a whole number of at least 0"),
+    ("report_text: [a]", "report_text is ['a']: give a file name"),
 ]
 
 

@@ -1,110 +1,295 @@
-"""python -m conversion graft SOURCE OUTPUT"""
+"""python -m conversion graft|heal|export|verify: each a function that reads as prose."""
 
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import LlamaForCausalLM
 
+from evaluation.perplexity import perplexity
+from model_cards.publish import publish
 from model_cards.render import save_card
-from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM
+from modeling_bhyt import BHyTLlamaForCausalLM
 
-from .arguments import GraftArguments, command_and_arguments, fail, parse_graft_arguments
-from .graft import Graft, assemble, bhyt_config, fit_graft, grafted_tensors
-from .report import measure, report_of, save_report, show, summary_rows
-from .source import Source, read_source
+from . import plans
+from .arguments import (
+    ExportArguments,
+    GraftArguments,
+    HealArguments,
+    HealingArguments,
+    OutputArguments,
+    VerifyArguments,
+    fail,
+    parse_command,
+)
+from .calibration import Basis, OriginalBasis
+from .choice import candidates, choose, explain, first_choice, graft_of, measured_costs
+from .export import PlainTensors, fit_plain_gains, plain_config
+from .graft import GraftedTensors, Sites, bhyt_config, fit_sites
+from .heal import heal_model, trained_tensors
+from .report import (
+    NATURAL_SHARE,
+    Verdict,
+    examine,
+    figures,
+    save_report,
+    save_windows,
+    show,
+    start_report,
+    summary_rows,
+    with_measurement,
+)
+from .rotation import RotatedBasis, Rotation, check_rotation, rotate
+from .saving import check_place, save_checkpoint, save_whole, shard_bytes
+from .source import Source, read_bhyt, read_source
 from .texts import Texts
+from .verify import differences, flatten, read_report, report_windows, show_differences
+
+
+# How often auto chooses anew where a choice cost more on unseen text than predicted
+MAX_CHOICES = 3
+
+
+class BudgetMissed(Exception):
+    """The result costs more than was allowed: exit code 1, nothing saved."""
 
 
 def graft(arguments: GraftArguments):
-    """source -> calibrate -> graft -> save -> load what was saved -> compare with the source."""
-    output = Path(arguments.output)
-    if output.exists() and not arguments.overwrite:
-        raise ValueError(f"OUTPUT {output} exists: choose another folder, or replace it with --overwrite")
-    place = next(folder for folder in output.absolute().parents if folder.exists())
-    if not os.access(place, os.W_OK):
-        raise ValueError(f"OUTPUT {output} cannot be made: {place} is not writable")
-    source = read_source(arguments.source)
-    config = bhyt_config(source, arguments)
-    texts = Texts(arguments, source)
+    """source -> rotate -> calibrate -> choose -> graft -> save -> compare what was saved with the source."""
+    source = read_source(arguments.source, arguments.placement)
+    bases = both_bases(source, arguments.seed)
+    basis = bases[arguments.basis]
+    base = rotate(source, arguments.seed, arguments.dtype) if arguments.basis == "rotated" else source
+    open_sites = candidates(arguments, source.config.num_hidden_layers)
+    config = bhyt_config(base, arguments, **first_choice(arguments))
+    check_place(arguments, plans.graft_bytes(source, base, arguments.dtype))
+    texts = graft_texts(source, arguments)
     if arguments.dry_run:
-        print(plan(arguments, source, config, texts))
+        print(plans.of_graft(arguments, source, config, texts))
         return
-    calibration, held_out = texts.windows()
-    fitted = fit_graft(source, config, calibration, arguments)
-    with save_whole(output, arguments.overwrite) as folder:
-        save_checkpoint(folder, source, fitted, arguments.dtype)
-        model = BHyTLlamaForCausalLM.from_pretrained(folder, dtype="auto")
-        comparison, sites = measure(source, fitted, model, held_out, arguments.batch_size)
-        report = report_of(arguments, source, fitted, texts.names, comparison, sites)
-        save_report(folder, report)
-        save_card(folder, report, summary_rows(report), source.hub_id)
-    show(report)
-    print(f"{output} is ready: AutoModelForCausalLM.from_pretrained({str(output)!r}, trust_remote_code=True)")
-
-
-def plan(arguments: GraftArguments, source: Source, config: BHyTLlamaConfig, texts: Texts) -> str:
-    counts = source.count_tensors()
-    return (
-        f"{source.name}: {len(source.tensors)} tensors, {sum(f['bytes'] for f in source.files.values()) / 1e6:.1f} MB\n"
-        f"would copy {counts['copied']} tensors and replace {counts['replaced']} norms "
-        f"(lambda {arguments.attention_lambda} and {arguments.mlp_lambda}, kappa {config.kappa:g}), estimating "
-        f"({config.second_site_estimator}) in {len(config.estimated_layers)} of {config.num_hidden_layers} layers\n"
-        f"would calibrate on {texts.names['calibration']} ({arguments.num_calibration_windows} windows of "
-        f"{arguments.window_length} tokens) and measure on {texts.names['report']} "
-        f"({arguments.num_report_windows} windows)\n"
-        f"nothing was written to {arguments.output} (dry run)"
+    windows = texts.windows(arguments.seed)
+    sites = Sites(source, base, arguments, open_sites)
+    fit_sites(sites, bases, windows["calibration"])
+    costs = measured_costs(sites, bases, windows["calibration"])
+    sample = next((text for text in windows.values() if text is not None), None)
+    rotation = (
+        check_rotation(source, base, sample[0], arguments.seed)
+        if basis.name == "rotated" and sample is not None
+        else None
     )
 
+    target = arguments.budget / NATURAL_SHARE
+    with save_whole(Path(arguments.output), arguments.overwrite) as folder:
+        for _ in range(MAX_CHOICES):
+            choice = choose(costs, arguments, target)
+            grafted = graft_of(choice, sites)
+            tensors = GraftedTensors(base, grafted, arguments.dtype)
+            save_checkpoint(
+                folder, BHyTLlamaForCausalLM, grafted.config, tensors, source, shard_bytes(arguments, source)
+            )
+            measurement = examine(folder, source, basis, windows["report"], arguments)
+            verdict = None
+            if measurement is not None:
+                by_hand = choice.by_hand if arguments.is_auto else None
+                verdict = Verdict.of(measurement.comparison, texts.is_sampled("report"), arguments.budget, by_hand)
+            if verdict is None or verdict.passed or not arguments.is_auto:
+                break
+            assert verdict.allowed is not None
+            target *= 0.9 * verdict.allowed / verdict.rise
+        report = start_report(
+            arguments,
+            source,
+            texts.names,
+            rotation=None if rotation is None else vars(rotation),
+            choice=explain(choice, costs, arguments),
+            exact_layers=[i for i in range(config.num_hidden_layers) if i not in grafted.config.estimated_layers],
+        )
+        if measurement is None:
+            report["sites"] = plans.unmeasured_sites(folder, source, grafted.config, basis)
+        report = with_measurement(report, measurement, windows["report"], verdict)
+        if arguments.heal_tokens:
+            report = heal_folder(folder, folder, source, basis, windows, texts, arguments, report)
+        finish(folder, report, source, windows["report"], texts, arguments.force)
+    deliver(report, arguments)
 
-@contextmanager
-def save_whole(output: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder beside `output` that takes its place when the block ends, and vanishes where it fails."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    try:
-        fresh = staging / "new"
-        fresh.mkdir()
-        yield fresh
-        if output.exists():
-            if not overwrite:
-                raise ValueError(f"OUTPUT {output} appeared meanwhile: choose another folder, or add --overwrite")
-            output.rename(staging / "old")
-        try:
-            fresh.rename(output)
-        except BaseException:
-            if (staging / "old").exists():
-                (staging / "old").rename(output)
-            raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+
+def heal(arguments: HealArguments):
+    """teacher and graft -> distil -> save -> compare what was saved with the teacher."""
+    student = read_bhyt(arguments.model)
+    check_place(arguments, student.num_bytes)
+    teacher = read_source(arguments.teacher, arguments.placement)
+    report = read_report(arguments.model)
+    basis = both_bases(teacher, report["settings"]["seed"])[report["settings"]["basis"]]
+    plans.refuse_another_source(report, teacher, "teacher")
+    wanted = {
+        "report": (arguments.report_text, arguments.num_report_windows),
+        "heal": (arguments.heal_text, arguments.num_heal_windows),
+    }
+    texts = Texts(teacher, arguments.window_length, wanted)
+    if arguments.dry_run:
+        print(plans.of_heal(arguments, teacher, texts))
+        return
+    windows = texts.windows(arguments.seed)
+    with save_whole(Path(arguments.output), arguments.overwrite) as folder:
+        before = examine(Path(arguments.model), teacher, basis, windows["report"], arguments)
+        report = with_measurement(report, before, windows["report"])
+        report = heal_folder(Path(arguments.model), folder, teacher, basis, windows, texts, arguments, report)
+        finish(folder, report, teacher, windows["report"], texts, arguments.force)
+    deliver(report, arguments)
 
 
-def save_checkpoint(folder: Path, source: Source, fitted: Graft, dtype: str):
-    """Weights, configuration, code, tokenizer, chat template and generation settings."""
-    model = assemble(fitted.config, grafted_tensors(source, fitted, dtype))
-    if source.generation_config is not None:
-        model.generation_config = source.generation_config
-    model.save_pretrained(folder)
-    source.tokenizer.save_pretrained(folder)
+def heal_folder(
+    start: Path,
+    folder: Path,
+    teacher: Source,
+    basis: Basis,
+    windows: dict[str, Tensor | None],
+    texts: Texts,
+    arguments: HealingArguments,
+    report: dict,
+) -> dict:
+    """Heals the checkpoint in `start`, saves it in `folder`, and gives the report that says so."""
+    assert windows["heal"] is not None
+    stored = BHyTLlamaForCausalLM.config_class.from_pretrained(start)
+    model = heal_model(start, teacher.model, windows["heal"], arguments)
+    tensors = trained_tensors(model, start)
+    save_checkpoint(folder, BHyTLlamaForCausalLM, stored, tensors, teacher, shard_bytes(arguments, teacher))
+    measurement = examine(folder, teacher, basis, windows["report"], arguments)
+    verdict = None
+    if measurement is not None:
+        verdict = Verdict.of(measurement.comparison, texts.is_sampled("report"), arguments.budget, by_hand=0.0)
+    healing = {
+        "train": arguments.train,
+        "num_tokens": windows["heal"].numel(),
+        "text": texts.names["heal"],
+        "settings": {name: getattr(arguments, name) for name in plans.HEALING_SETTINGS},
+        "before": {name: report[name] for name in ("perplexity", "kl_nats_per_token")}
+        if report["perplexity"]
+        else None,
+    }
+    report = report | {"healing": healing, "texts": report["texts"] | texts.names}
+    return with_measurement(report, measurement, windows["report"], verdict)
+
+
+def export(arguments: ExportArguments):
+    """BHyT model -> refit plain gains -> save a Llama -> compare what was saved with the model."""
+    source = read_bhyt(arguments.model, arguments.placement)
+    config = plain_config(source)
+    check_place(arguments, source.num_bytes)
+    report_text = arguments.report_text or arguments.calibration_text
+    wanted = {
+        "calibration": (arguments.calibration_text, arguments.num_calibration_windows),
+        "report": (report_text, arguments.num_report_windows),
+    }
+    texts = Texts(source, arguments.window_length, wanted)
+    if arguments.dry_run:
+        print(plans.of_export(arguments, source, texts))
+        return
+    windows = texts.windows(arguments.seed)
+    gains = fit_plain_gains(source, windows["calibration"], arguments.batch_size)
+    with save_whole(Path(arguments.output), arguments.overwrite) as folder:
+        tensors = PlainTensors(source, gains)
+        save_checkpoint(folder, LlamaForCausalLM, config, tensors, source, shard_bytes(arguments, source))
+        measurement = examine(folder, source, None, windows["report"], arguments)
+        verdict = None
+        if measurement is not None:
+            verdict = Verdict.of(measurement.comparison, texts.is_sampled("report"), arguments.budget, by_hand=0.0)
+        report = start_report(arguments, source, texts.names)
+        report = with_measurement(report, measurement, windows["report"], verdict)
+        finish(folder, report, source, windows["report"], texts, arguments.force)
+    deliver(report, arguments)
+
+
+def verify(arguments: VerifyArguments) -> int:
+    """report -> the same text -> the same measurement -> where the figures differ. Returns the exit code."""
+    folder = Path(arguments.model)
+    report = read_report(arguments.model)
+    stated = {name: report[name] for name in ("perplexity", "kl_nats_per_token", "sites", "layers")}
+    if stated["perplexity"] is None:
+        raise ValueError(f"the report of {folder} was not measured: there is nothing to verify")
+    exported = report["command"] == "export"
+    if arguments.source is None:
+        alone = read_bhyt(arguments.model, arguments.placement) if not exported else read_source(arguments.model)
+        windows = report_windows(folder, report, alone, arguments.report_text)
+        stated = {"perplexity": {"model": stated["perplexity"]["model"]}}
+        recomputed = {"perplexity": {"model": perplexity(alone.model, windows, arguments.batch_size).perplexity}}
+    else:
+        source = (read_bhyt if exported else read_source)(arguments.source, arguments.placement)
+        plans.refuse_another_source(report, source, "source")
+        settings = report["settings"]
+        basis = None if exported else both_bases(source, settings["seed"])[settings["basis"]]
+        windows = report_windows(folder, report, source, arguments.report_text)
+        recomputed = figures(examine(folder, source, basis, windows, arguments))
+    for name in (stated, recomputed):
+        name["perplexity"].pop("windows_sha256", None)
+    recomputed = {name: recomputed[name] for name in stated}
+    found = differences(stated, recomputed)
+    show_differences(found, len(flatten(stated)))
+    return 1 if found else 0
+
+
+def both_bases(source: Source, seed: int) -> dict[str, Basis]:
+    rotation = Rotation(source.config.hidden_size, seed)
+    return {basis.name: basis for basis in (OriginalBasis(), RotatedBasis(rotation))}
+
+
+def graft_texts(source: Source, arguments: GraftArguments) -> Texts:
+    wanted = {
+        "calibration": (arguments.calibration_text, arguments.num_calibration_windows),
+        "report": (arguments.report_text or arguments.calibration_text, arguments.num_report_windows),
+        "heal": (arguments.heal_text, arguments.num_heal_windows),
+    }
+    return Texts(source, arguments.window_length, wanted)
+
+
+def finish(folder: Path, report: dict, source: Source, held_out: Tensor | None, texts: Texts, force: bool):
+    """Report, text and card of a finished checkpoint; refused where it costs more than was allowed.
+
+    Raises:
+        BudgetMissed: with what to do about it.
+    """
+    verdict = report["verdict"]
+    if verdict is not None and not verdict["passed"] and not force:
+        show(report, "Not saved")
+        raise BudgetMissed(
+            f"rise of perplexity {verdict['sentence']}: nothing was saved; give a larger --budget, heal it "
+            "(--heal_tokens), or save it all the same with --force"
+        )
+    if held_out is not None and texts.is_sampled("report"):
+        save_windows(folder, held_out)
+    save_report(folder, report)
+    save_card(folder, report, summary_rows(report), source.hub_id)
+
+
+def deliver(report: dict, arguments: OutputArguments):
+    """Says what was made, and uploads it where that was asked for."""
+    show(report, f"{arguments.command()} of {report['source']['name']}")
+    consent = "" if arguments.command() == "export" else ", trust_remote_code=True"
+    print(f"{arguments.output} is ready: AutoModelForCausalLM.from_pretrained({arguments.output!r}{consent})")
+    if arguments.push_to_hub:
+        print(f"uploaded: {publish(Path(arguments.output), arguments.push_to_hub, arguments.private)}")
+
+
+RUN = {GraftArguments: graft, HealArguments: heal, ExportArguments: export, VerifyArguments: verify}
 
 
 def main():
-    command, arguments = command_and_arguments()
-    if command != "graft":
-        fail(f"unknown command {command!r}: python -m conversion --help lists them")
+    arguments = parse_command(sys.argv[1:])
     try:
-        graft(parse_graft_arguments(arguments))
+        sys.exit(RUN[type(arguments)](arguments))
     except StrictDataclassError as error:
         fail(str(error).splitlines()[-1].strip().removeprefix("ValueError: "))
+    except BudgetMissed as missed:
+        fail(str(missed), code=1)
     except (ValueError, OSError) as error:
         fail(" ".join(str(error).split()))
     except KeyboardInterrupt:
-        fail("interrupted: nothing was written", code=130)
+        resume = ""
+        if getattr(arguments, "heal_tokens", 0) and Path(f"{arguments.output}.checkpoints").is_dir():
+            resume = f"; --resume goes on from {arguments.output}.checkpoints"
+        fail(f"interrupted: nothing was written{resume}", code=130)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,30 @@
 """The graft in closed form: from a source's statistics to the tensors of a BHyT checkpoint."""
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
-from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM
+from modeling_bhyt import BHyTLlamaConfig
 from modeling_bhyt.configuration_bhyt import Site
 from modeling_bhyt.normalization_bhyt import attention_variance, mean_square
 
 from .arguments import GraftArguments
-from .calibration import NORM_OF_SITE, BlockStatistics, GainFit, fit_ratio_and_offset, run_over
-from .source import Source
+from .calibration import (
+    NORM_OF_SITE,
+    Basis,
+    BlockStatistics,
+    Candidate,
+    GainFit,
+    SiteKey,
+    fit_ratio_and_offset,
+    run_over,
+    tanh_of_site,
+)
+from .source import Source, output_dtype
 
 
 @dataclass
@@ -31,10 +41,6 @@ class GraftedSite:
         if self.lam == 0:
             raise ValueError("lambda becomes 0 in the dtype of the checkpoint: take a larger one, or another --dtype")
 
-    @property
-    def is_estimated(self) -> bool:
-        return self.ratio is not None
-
     def statistic(self, own: Tensor, block_input: Tensor) -> Tensor:
         """The mean square that the site normalises by."""
         if self.ratio is None or self.offset is None:
@@ -43,7 +49,7 @@ class GraftedSite:
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         values: dict[str, Any] = {"weight": self.gain, "lam": [self.lam]}
-        if self.is_estimated:
+        if self.ratio is not None:
             values |= {"variance_ratio": [self.ratio], "variance_offset": [self.offset]}
         tensors = {f"{prefix}.{name}": torch.as_tensor(value).to(self.dtype) for name, value in values.items()}
         for name, tensor in tensors.items():
@@ -51,14 +57,6 @@ class GraftedSite:
                 dtype = str(self.dtype).removeprefix("torch.")
                 raise ValueError(f"{name} does not fit {dtype}: take a larger lambda, or --dtype bfloat16 or float32")
         return tensors
-
-
-@dataclass
-class Graft:
-    """Everything that the graft decided."""
-
-    config: BHyTLlamaConfig
-    sites: dict[tuple[int, Site], GraftedSite] = field(default_factory=dict)
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
@@ -69,125 +67,151 @@ def rounded(value: float, dtype: torch.dtype) -> float:
     return result
 
 
-def output_dtype(stored: torch.dtype, requested: str) -> torch.dtype:
-    return stored if requested == "auto" else getattr(torch, requested)
-
-
-def bhyt_config(source: Source, arguments: GraftArguments) -> BHyTLlamaConfig:
+def bhyt_config(base: Source, arguments: GraftArguments, **choices) -> BHyTLlamaConfig:
     """The source's configuration with BHyT's fields: made afresh, so that nothing calls it a Llama any more."""
-    values = source.config.to_dict()
+    values = base.config.to_dict()
     for name in ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "_name_or_path"):
         values.pop(name, None)
     if ours := sorted(set(values) & set(BHyTLlamaConfig.__annotations__) - {"rms_norm_eps"}):
         raise ValueError(f"the source's config.json has the field {ours[0]!r}, which would be ours: remove it")
-
-    def number_or_list(numbers: list[float]):
-        return numbers[0] if len(numbers) == 1 else numbers
-
     config = BHyTLlamaConfig(
         **values,
         norm_type="bhyt",
         kappa=arguments.kappa,
-        attention_lambda=number_or_list(arguments.attention_lambda),
-        mlp_lambda=number_or_list(arguments.mlp_lambda),
         variance_estimator=arguments.variance_estimator,
-        exact_variance_layers=arguments.exact_layers,
+        **choices,
     )
     assert config.model_type == "bhyt_llama"
     return config
 
 
-def fit_graft(source: Source, config: BHyTLlamaConfig, windows: Tensor, arguments: GraftArguments) -> Graft:
-    """Fits every site to the source's own states over `windows` (N, T) of token ids, in two passes.
+class Sites(dict[SiteKey, dict[Candidate, GraftedSite]]):
+    """Every site's candidates with their parameters, and what is the same for all of them."""
 
-    The first measures each block's mean squares and fits the gains before the attention; then r and c of every layer
-    are known, and the second fits the gains before the MLP under the statistic that the graft will use.
+    def __init__(self, source: Source, base: Source, arguments: GraftArguments, candidates: dict):
+        self.source, self.base, self.arguments = source, base, arguments
+        self.kappa, self.eps = arguments.kappa, source.config.rms_norm_eps
+        # A model is run in one dtype, that of its embeddings, even where norms are stored in another
+        self.run_dtype = output_dtype(source.tensors["model.embed_tokens.weight"].dtype, arguments.dtype)
+        self.gammas = {key: source.tensors[norm_name(key)] for key in candidates}
+        for key, options in candidates.items():
+            dtype = output_dtype(self.gammas[key].dtype, arguments.dtype)
+            self[key] = {option: GraftedSite(rounded(option.lam, self.run_dtype), dtype) for option in options}
+
+    def limit_gain(self, key: SiteKey, basis: Basis, lam: float) -> Tensor:
+        """gamma * kappa / lambda, the gain to which the fit tends as lambda tends to 0."""
+        return basis.gain(self.gammas[key]).double() * self.kappa / lam
+
+    def outputs(self, key: SiteKey, basis: Basis, x: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        """(x, y) of the source's norm in `basis`, fp32."""
+        state = basis.state(x.float())
+        gamma = basis.gain(self.gammas[key].to(x.device).float())
+        return state, gamma * state / torch.sqrt(own + self.eps)
+
+    def tanh(self, site: GraftedSite, state: Tensor, own: Tensor, block_input: Tensor) -> Tensor:
+        return tanh_of_site(state, site.lam, self.kappa, site.statistic(own, block_input), self.eps)
+
+
+def norm_name(key: SiteKey) -> str:
+    layer, site = key
+    return f"model.layers.{layer}.{NORM_OF_SITE[site]}.weight"
+
+
+def fit_sites(sites: Sites, bases: dict[str, Basis], windows: Tensor | None):
+    """Fits every candidate to the source's own states over `windows` (N, T) of token ids, in two passes.
+
+    The first measures each block's mean squares and fits the gains of all sites that measure their own; then r and c of
+    every layer are known, and the second fits the gains under an estimate. Without windows the gains are the limit's.
     """
-    model, eps, num_layers = source.model, config.rms_norm_eps, config.num_hidden_layers
-    graft = Graft(config)
-    # A model is run in one dtype, that of its embeddings, even where norms are stored in another
-    run_dtype = output_dtype(source.tensors["model.embed_tokens.weight"].dtype, arguments.dtype)
-    for layer in range(num_layers):
-        for site, name in NORM_OF_SITE.items():
-            stored = source.tensors[f"model.layers.{layer}.{name}.weight"].dtype
-            dtype = output_dtype(stored, arguments.dtype)
-            graft.sites[layer, site] = GraftedSite(rounded(config.site_lambda(site, layer), run_dtype), dtype)
+    statistics = BlockStatistics(sites.source.config.num_hidden_layers)
+    _fit_gains(sites, bases, windows, is_exact=True, see_also=statistics.see)
+    for (layer, _), options in sites.items():
+        for option, grafted in options.items():
+            if not option.is_exact:
+                ratio, offset = _ratio_and_offset(sites, layer, statistics)
+                grafted.ratio, grafted.offset = rounded(ratio, sites.run_dtype), rounded(offset, sites.run_dtype)
+    _fit_gains(sites, bases, windows, is_exact=False)
 
-    def fits(site: Site) -> list[GainFit]:
-        norms = [getattr(layer, NORM_OF_SITE[site]) for layer in model.model.layers]
-        return [GainFit(norm, graft.sites[i, site].lam, config.kappa, eps) for i, norm in enumerate(norms)]
 
-    statistics, attention_fits, mlp_fits = BlockStatistics(num_layers), fits("attention"), fits("mlp")
-
-    def see_first(layer: int, site: Site, x: Tensor):
-        statistics.see(layer, site, x)
-        if site == "attention":
-            attention_fits[layer].see(x, mean_square(x))
-
-    run_over(model, windows, arguments.batch_size, see_first, "calibrating, 1 of 2")
-    for layer in range(num_layers):
-        graft.sites[layer, "attention"].gain = attention_fits[layer].gain()
-    for layer in config.estimated_layers:
-        second = graft.sites[layer, "mlp"]
-        ratio, offset = _ratio_and_offset(layer, model, config, graft, statistics)
-        second.ratio, second.offset = rounded(ratio, run_dtype), rounded(offset, run_dtype)
-
+def _fit_gains(sites: Sites, bases: dict[str, Basis], windows: Tensor | None, is_exact: bool, see_also=None):
+    fits = {
+        (key, option): GainFit(len(sites.gammas[key]))
+        for key, options in sites.items()
+        for option in options
+        if option.is_exact == is_exact
+    }
     block_input: dict[int, Tensor] = {}
 
-    def see_second(layer: int, site: Site, x: Tensor):
+    def see(layer: int, site: Site, x: Tensor):
+        if see_also is not None:
+            see_also(layer, site, x)
+        own = mean_square(x)
         if site == "attention":
-            block_input[layer] = mean_square(x)
-        else:
-            mlp_fits[layer].see(x, graft.sites[layer, "mlp"].statistic(mean_square(x), block_input.pop(layer)))
+            block_input[layer] = own
+        views = {name: sites.outputs((layer, site), basis, x, own) for name, basis in bases.items()}
+        for option, grafted in sites[layer, site].items():
+            if option.is_exact == is_exact:
+                state, y = views[option.basis]
+                t = sites.tanh(grafted, state, own, block_input[layer])
+                fits[(layer, site), option].add(t, y)
 
-    run_over(model, windows, arguments.batch_size, see_second, "calibrating, 2 of 2")
-    for layer in range(num_layers):
-        graft.sites[layer, "mlp"].gain = mlp_fits[layer].gain()
-    return graft
+    if windows is not None and fits:
+        description = "calibrating, own statistics" if is_exact else "calibrating, estimates"
+        run_over(sites.source.model, windows, sites.arguments.batch_size, see, description)
+    for (key, option), fit in fits.items():
+        sites[key][option].gain = fit.gain(sites.limit_gain(key, bases[option.basis], sites[key][option].lam))
 
 
-def _ratio_and_offset(
-    layer: int, model: LlamaForCausalLM, config: BHyTLlamaConfig, graft: Graft, statistics: BlockStatistics
-) -> tuple[float, float]:
-    if config.second_site_estimator == "fitted":
+def _ratio_and_offset(sites: Sites, layer: int, statistics: BlockStatistics) -> tuple[float, float]:
+    arguments, config = sites.arguments, sites.base.config
+    if arguments.variance_estimator == "fitted":
         return fit_ratio_and_offset(*statistics.of_layer(layer))
-    site, attention = graft.sites[layer, "attention"], model.model.layers[layer].self_attn
+    # Constants from weights follow the gain before the attention: there is one candidate (see candidates.py)
+    ((_, first),) = sites[layer, "attention"].items()
+    attention = f"model.layers.{layer}.self_attn"
     refined = {}
-    if config.second_site_estimator == "uniform_attention":
-        biases = {"value_bias": attention.v_proj.bias, "output_bias": attention.o_proj.bias}
-        refined = {"gamma": site.gain.to(site.dtype), **biases}
-    with torch.no_grad():
-        c = attention_variance(
-            attention.v_proj.weight,
-            attention.o_proj.weight,
-            attention.head_dim,
-            strength=site.lam / config.kappa,
-            context_length=config.variance_context_length,
-            **refined,
-        )
+    if arguments.variance_estimator == "uniform_attention":
+        refined["gamma"] = first.gain.to(first.dtype)
+        for argument, name in (("value_bias", "v_proj.bias"), ("output_bias", "o_proj.bias")):
+            if f"{attention}.{name}" in sites.base.tensors:
+                refined[argument] = sites.base.tensors[f"{attention}.{name}"]
+    c = attention_variance(
+        sites.base.tensors[f"{attention}.v_proj.weight"],
+        sites.base.tensors[f"{attention}.o_proj.weight"],
+        config.head_dim,
+        strength=first.lam / arguments.kappa,
+        context_length=BHyTLlamaConfig.variance_context_length,
+        **refined,
+    )
     return 1.0, c
 
 
-def grafted_tensors(source: Source, graft: Graft, dtype: str) -> dict[str, Tensor]:
-    """The whole checkpoint by name: sites from the graft, everything else from the source, bit for bit."""
-    tensors = {}
-    left_out = {*source.norm_names, *source.recomputed}
-    if source.config.tie_word_embeddings:
-        left_out.add("lm_head.weight")
-    for name in source.tensors:
-        if name not in left_out:
-            stored = source.tensors[name]
-            tensors[name] = stored.to(output_dtype(stored.dtype, dtype))
-    for (layer, site), grafted in graft.sites.items():
-        tensors |= grafted.tensors(f"model.layers.{layer}.{NORM_OF_SITE[site]}")
-    return tensors
+@dataclass
+class Graft:
+    """Everything that the graft decided: the configuration, and the parameters of every site."""
+
+    config: BHyTLlamaConfig
+    sites: dict[SiteKey, GraftedSite]
 
 
-def assemble(config: BHyTLlamaConfig, tensors: dict[str, Tensor]) -> BHyTLlamaForCausalLM:
-    """A model that holds these very tensors, ready to be saved (not to be run: its RoPE tables are empty)."""
-    with torch.device("meta"):
-        model = BHyTLlamaForCausalLM(config)
-    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
-    model.tie_weights()
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
-    return model
+class GraftedTensors(Mapping):
+    """The whole checkpoint by name, each tensor when it is asked for: sites from the graft, the rest from the base."""
+
+    def __init__(self, base: Source, graft: Graft, dtype: str):
+        self._base, self._dtype = base, dtype
+        self._sites: dict[str, Tensor] = {}
+        for key, site in graft.sites.items():
+            self._sites |= site.tensors(norm_name(key).removesuffix(".weight"))
+        self._copied = base.kept_names()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._sites:
+            return self._sites[name]
+        stored = self._base.tensors[name]
+        return stored.to(output_dtype(stored.dtype, self._dtype))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._copied, *self._sites])
+
+    def __len__(self) -> int:
+        return len(self._copied) + len(self._sites)

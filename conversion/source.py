@@ -12,54 +12,88 @@ from huggingface_hub import ModelCard, snapshot_download
 from rich.progress import track
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from yaml import YAMLError
 
+from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM
+
 from .calibration import NORM_OF_SITE
+from .families import llama_config
 from .gguf_source import read_gguf
 
 
 NORM_SUFFIXES = tuple(f".{name}.weight" for name in NORM_OF_SITE.values())
-HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "README.md"]
+LEGAL_FILES = ["LICENSE*", "LICENCE*", "NOTICE*"]
+HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "README.md", *LEGAL_FILES]
 # Written by old versions of transformers, recomputed from the configuration since
 RECOMPUTED_SUFFIX = ".self_attn.rotary_emb.inv_freq"
+# Settings of generate that mean something only when it samples, or only when it searches with beams
+SAMPLING_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+BEAM_SETTINGS = ("early_stopping", "length_penalty")
 
 
 @dataclass
 class Source:
-    """A plain Llama checkpoint, checked but not yet in memory: `tensors` yields each tensor as it is stored."""
+    """A checkpoint with Llama's block, checked but not yet in memory: `tensors` yields each tensor as it is stored.
+
+    `config` is Llama's, whatever the family; `notes` says in sentences what was put right in the source's settings.
+    """
 
     name: str
     config: LlamaConfig
     tensors: Mapping[str, Tensor]
     tokenizer: PreTrainedTokenizerBase
     generation_config: GenerationConfig | None
-    open_model: Callable[[], LlamaForCausalLM]
+    open_model: Callable[[], PreTrainedModel]
     files: dict[str, dict]
     quantization: str | None = None
     license: str | None = None
+    legal_files: list[Path] = field(default_factory=list)
     recomputed: list[str] = field(default_factory=list)
+    placement: dict = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @cached_property
-    def model(self) -> LlamaForCausalLM:
-        """The source in memory, in its own dtype; opened when it is first asked for."""
-        return self.open_model().eval()
+    def model(self) -> PreTrainedModel:
+        """The source in memory, in its own dtype; opened when it is first asked for, placed as `placement` says."""
+        return self.open_model(**self.placement).eval()
 
     @property
     def norm_names(self) -> list[str]:
         return [name for name in self.tensors if name.endswith(NORM_SUFFIXES)]
 
-    def count_tensors(self) -> dict:
-        """Where each tensor of the source goes: copied, replaced, or left out (named, with the reason)."""
-        tied_head = self.config.tie_word_embeddings and "lm_head.weight" in self.tensors
-        left_out = [f"{name} (recomputed from the configuration)" for name in self.recomputed]
-        left_out += ["lm_head.weight (equal to the tied embeddings)"] * tied_head
-        replaced = len(self.norm_names)
-        return {"copied": len(self.tensors) - replaced - len(left_out), "replaced": replaced, "left_out": left_out}
+    def left_out(self) -> dict[str, str]:
+        """Tensors that have no place in the result, each with the reason."""
+        reasons = dict.fromkeys(self.recomputed, "recomputed from the configuration")
+        if self.config.tie_word_embeddings and "lm_head.weight" in self.tensors:
+            reasons["lm_head.weight"] = "equal to the tied embeddings"
+        return reasons
+
+    def kept_names(self) -> list[str]:
+        """Tensors that neither a norm replaces nor anything leaves out."""
+        gone = {*self.norm_names, *self.left_out()}
+        return [name for name in self.tensors if name not in gone]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file["bytes"] for file in self.files.values())
 
     @property
     def hub_id(self) -> str | None:
         return None if Path(self.name).exists() else self.name
+
+
+def output_dtype(stored: torch.dtype, requested: str) -> torch.dtype:
+    return stored if requested == "auto" else getattr(torch, requested)
 
 
 class StoredTensors(Mapping):
@@ -81,14 +115,28 @@ class StoredTensors(Mapping):
             return opened.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self.shapes)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self.shapes)
 
 
-def read_source(name: str) -> Source:
-    """Opens the checkpoint and checks it whole.
+class WithZeroOutputBias(StoredTensors):
+    """Qwen2's tensors as Llama's: the o projection, which has no bias there, gets one of 0."""
+
+    def __init__(self, files: list[Path], config: LlamaConfig):
+        super().__init__(files)
+        self._zeros = [f"model.layers.{layer}.self_attn.o_proj.bias" for layer in range(config.num_hidden_layers)]
+        self.shapes |= {name: [config.hidden_size] for name in self._zeros}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._zeros:
+            return torch.zeros(self.shapes[name], dtype=self["model.norm.weight"].dtype)
+        return super().__getitem__(name)
+
+
+def read_source(name: str, placement: dict | None = None) -> Source:
+    """Opens the checkpoint and checks it whole. `placement` (device_map, max_memory) says where its model will stand.
 
     Raises:
         ValueError: not a plain Llama checkpoint, or one whose files and configuration contradict each other.
@@ -98,16 +146,82 @@ def read_source(name: str) -> Source:
         source = _read_gguf_source(name, path)
     else:
         source = _read_folder(name, path if path.is_dir() else _download(name))
-    if source.generation_config is not None:
-        try:
-            source.generation_config.validate(strict=True)
-        except ValueError as error:
-            reason = str(error).replace("\n", " ")
-            raise ValueError(
-                f"{name}: generation_config.json would not be saved again; mend it first: {reason}"
-            ) from error
+    source.placement = placement or {}
+    _repair_generation_config(source)
+    _settle_tokenizer(source)
     _make_portable(source.tokenizer, source.config)
     return source
+
+
+def read_bhyt(name: str, placement: dict | None = None) -> Source:
+    """Opens a BHyT checkpoint of a folder, to be healed or exported.
+
+    Raises:
+        ValueError: no such checkpoint.
+    """
+    folder = Path(name)
+    stated = _read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if stated.get("model_type") != BHyTLlamaConfig.model_type:
+        raise ValueError(f"{name} is no folder of a BHyT checkpoint: `python -m conversion graft` makes one")
+    config, files = BHyTLlamaConfig.from_pretrained(folder), weight_files(folder)
+    has_generation_config = (folder / "generation_config.json").is_file()
+    return Source(
+        name,
+        config,
+        StoredTensors(files),
+        AutoTokenizer.from_pretrained(folder),
+        GenerationConfig.from_pretrained(folder) if has_generation_config else None,
+        open_model=lambda **placement: BHyTLlamaForCausalLM.from_pretrained(folder, dtype="auto", **placement),
+        files=_describe(files),
+        license=_license(folder / "README.md"),
+        legal_files=_legal_files(folder),
+        placement=placement or {},
+    )
+
+
+def _repair_generation_config(source: Source):
+    """Unsets what transformers would refuse to save: settings of a mode of generation that is off."""
+    settings = source.generation_config
+    if settings is None:
+        return
+    try:
+        settings.validate(strict=True)
+        return
+    except ValueError:
+        unused: tuple[str, ...] = () if settings.do_sample else SAMPLING_SETTINGS
+        unused += BEAM_SETTINGS if settings.num_beams in (None, 1) else ()
+        unused += ("pad_token_id",) if settings.pad_token_id is not None and settings.pad_token_id < 0 else ()
+    dropped = [f"{name} = {getattr(settings, name)}" for name in unused if getattr(settings, name) is not None]
+    for name in unused:
+        setattr(settings, name, None)
+    try:
+        settings.validate(strict=True)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{source.name}: generation_config.json would not be saved again; mend it first: {reason}"
+        ) from error
+    source.notes.append(
+        f"generation_config.json: unset {', '.join(dropped)}, which its own mode of generation ignores"
+    )
+
+
+def _settle_tokenizer(source: Source):
+    """Every id that the tokenizer may give must have a row; a padding id without one is exchanged."""
+    config, rows = source.config, source.config.vocab_size
+    vocabulary = source.tokenizer.get_vocab()
+    token, largest = max(vocabulary.items(), key=lambda item: item[1])
+    if largest >= rows:
+        raise ValueError(
+            f"{source.name}: the tokenizer gives {token!r} the id {largest}, but the embeddings have {rows} rows: "
+            f"remove it from the tokenizer, or add rows first (model.resize_token_embeddings({largest + 1}))"
+        )
+    pad = config.pad_token_id
+    if pad is not None and not 0 <= pad < rows:
+        config.pad_token_id = source.tokenizer.pad_token_id
+        source.notes.append(
+            f"pad_token_id was {pad}, which is no row of the embeddings: now {config.pad_token_id} (the tokenizer's)"
+        )
 
 
 def _read_gguf_source(name: str, path: Path) -> Source:
@@ -117,13 +231,14 @@ def _read_gguf_source(name: str, path: Path) -> Source:
     tensors = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight")
+    _check_finite(tensors)
     return Source(
         name,
         model.config,
         tensors,
         tokenizer,
         model.generation_config,
-        open_model=lambda: model,
+        open_model=lambda **placement: model,
         files=_describe([path]),
         quantization=quantization,
         license=values.get("general.license"),
@@ -131,13 +246,14 @@ def _read_gguf_source(name: str, path: Path) -> Source:
 
 
 def _read_folder(name: str, folder: Path) -> Source:
-    stated, config = _read_llama_config(folder)
-    files = _weight_files(folder)
-    tensors = StoredTensors(files)
+    stated, config, own_config = _read_config(folder)
+    files = weight_files(folder)
+    tensors = WithZeroOutputBias(files, config) if own_config.model_type == "qwen2" else StoredTensors(files)
     recomputed = [key for key in tensors if key.endswith(RECOMPUTED_SUFFIX)]
     _settle_tie(config, tensors, is_stated="tie_word_embeddings" in stated)
     _check_tensors(config, {name: shape for name, shape in tensors.shapes.items() if name not in recomputed})
     _check_tied_head(config, tensors)
+    _check_finite(tensors)
     has_generation_config = (folder / "generation_config.json").is_file()
     return Source(
         name,
@@ -145,11 +261,18 @@ def _read_folder(name: str, folder: Path) -> Source:
         tensors,
         AutoTokenizer.from_pretrained(folder),
         GenerationConfig.from_pretrained(folder) if has_generation_config else None,
-        open_model=lambda: LlamaForCausalLM.from_pretrained(folder, config=config, dtype="auto"),
+        open_model=lambda **placement: AutoModelForCausalLM.from_pretrained(
+            folder, config=own_config, dtype="auto", **placement
+        ),
         files=_describe(files),
         license=_license(folder / "README.md"),
+        legal_files=_legal_files(folder),
         recomputed=recomputed,
     )
+
+
+def _legal_files(folder: Path) -> list[Path]:
+    return sorted({file for pattern in LEGAL_FILES for file in folder.glob(pattern) if file.is_file()})
 
 
 def _license(card: Path) -> str | None:
@@ -171,22 +294,17 @@ def _download(repository: str) -> Path:
         raise ValueError(f"{repository} is no folder here and could not be read from the Hub: {reason}") from error
 
 
-def _read_llama_config(folder: Path) -> tuple[dict, LlamaConfig]:
-    """config.json as it stands, and as transformers reads it."""
+def _read_config(folder: Path) -> tuple[dict, LlamaConfig, PretrainedConfig]:
+    """config.json as it stands, as Llama's configuration, and as its own family's."""
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"{folder} holds an adapter: merge it into its base model first (PEFT: merge_and_unload)")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: give the folder of a Llama checkpoint")
     values = _read_json(folder / "config.json")
-    model_type = values.get("model_type")
-    if model_type == "bhyt_llama":
-        raise ValueError(f"{folder} is a BHyT checkpoint already")
-    if model_type != "llama":
-        raise ValueError(f"{folder} has model_type {model_type!r}: only 'llama' checkpoints can be grafted")
     if values.get("quantization_config"):
         method = values["quantization_config"].get("quant_method", "unknown")
         raise ValueError(f"{folder} is quantised ({method}): dequantise it, or start from the original checkpoint")
-    return values, LlamaConfig.from_pretrained(folder)
+    return values, *llama_config(values, folder)
 
 
 def _read_json(file: Path) -> dict:
@@ -199,7 +317,7 @@ def _read_json(file: Path) -> dict:
     return values
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     # transformers takes the single file where there are both
     if index.is_file() and not (folder / "model.safetensors").is_file():
@@ -250,6 +368,12 @@ def _check_tensors(config: LlamaConfig, shapes: dict[str, list[int]]):
     for name, shape in shapes.items():
         if shape != places[name]:
             raise ValueError(f"{name} has shape {shape}, but config.json makes it {places[name]}")
+
+
+def _check_finite(tensors: Mapping[str, Tensor]):
+    for name in track(tensors, description="checking the source"):
+        if not tensors[name].isfinite().all():
+            raise ValueError(f"{name} holds NaN or infinity: the source is broken, take another copy of it")
 
 
 def _make_portable(tokenizer: PreTrainedTokenizerBase, config: LlamaConfig):

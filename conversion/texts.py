@@ -1,4 +1,4 @@
-"""Chooses the text to calibrate on and the text to measure on."""
+"""Chooses the texts that a command needs: from files, or sampled from the model where no file was named."""
 
 from pathlib import Path
 
@@ -6,8 +6,7 @@ from torch import Tensor
 
 from evaluation.perplexity import read_documents, text_windows
 
-from .arguments import GraftArguments
-from .calibration import sample_windows
+from .sampling import sample_windows
 from .source import Source
 
 
@@ -15,51 +14,60 @@ SAMPLED = "text sampled from the source"
 
 
 class Texts:
-    """Calibration and report windows; the source writes them where no file was named. Files are read and cut at once.
+    """Windows of token ids for each purpose ("calibration", "report", "heal"). Files are read and cut at once.
 
-    `names` says in words what each is. Without a text of its own the report takes a part of the other that calibration
-    did not see.
+    Purposes that name the same text get parts of it that do not overlap. `names` says in words what each is.
 
     Raises:
-        ValueError: a missing, empty or short file, windows beyond the context, a report on calibrated text.
+        ValueError: a missing, empty or short file, windows beyond the context.
     """
 
-    def __init__(self, arguments: GraftArguments, source: Source):
-        self.source, self.seed, self.length = source, arguments.seed, arguments.window_length
-        self.counts = [arguments.num_calibration_windows, arguments.num_report_windows]
+    def __init__(self, source: Source, window_length: int, wanted: dict[str, tuple[str | None, int]]):
+        self.source, self.length = source, window_length
+        self._wanted = {purpose: (text, count) for purpose, (text, count) in wanted.items() if count}
         limit = source.config.max_position_embeddings
         if self.length > limit:
             raise ValueError(
                 f"window_length is {self.length}, but the source has {limit} positions: give --window_length {limit}"
             )
-        calibration, report = arguments.calibration_text, arguments.report_text
-        self.names = {"calibration": self._name(calibration), "report": self._name(report or calibration)}
-        if report is None:
-            self.names["report"] += ", another part"
-            self._cut = [self._read(calibration, sum(self.counts))]
-        else:
-            self._cut = [self._read(calibration, self.counts[0]), self._read(report, self.counts[1])]
+        self.names: dict[str, str] = {}
+        self._counts: dict[str | None, int] = {}
+        for purpose, (text, count) in self._wanted.items():
+            another = ", another part" if text in self._counts else ""
+            self.names[purpose] = (SAMPLED if text is None else Path(text).name) + another
+            self._counts[text] = self._counts.get(text, 0) + count
+        self._cut: dict[str | None, Tensor] = {
+            text: self._read(text, count) for text, count in self._counts.items() if text is not None
+        }
 
-    def windows(self) -> tuple[Tensor, Tensor]:
-        """(calibration windows, held-out windows), each (N, window_length) of token ids."""
-        if len(self._cut) == 1:
-            calibration, held_out = self._or_sampled(self._cut[0], sum(self.counts)).split(self.counts)
-        else:
-            calibration, held_out = map(self._or_sampled, self._cut, self.counts)
-            if (calibration[:, None] == held_out[None]).all(-1).any():
-                raise ValueError("report_text holds windows of calibration_text: take another part, as in FILE[100:]")
-        return calibration, held_out
-
-    @staticmethod
-    def _name(text: str | None) -> str:
-        return SAMPLED if text is None else Path(text).name
-
-    def _read(self, text: str | None, num_windows: int) -> Tensor | None:
-        if text is None:
-            return None
+    def _read(self, text: str, num_windows: int) -> Tensor:
         return text_windows(self.source.tokenizer, read_documents(text), self.length, num_windows)
 
-    def _or_sampled(self, cut: Tensor | None, num_windows: int) -> Tensor:
-        if cut is not None:
-            return cut
-        return sample_windows(self.source.model, self.source.tokenizer, num_windows, self.length, self.seed)
+    def count(self, purpose: str) -> int:
+        return self._wanted[purpose][1]
+
+    def is_sampled(self, purpose: str) -> bool:
+        return self._wanted[purpose][0] is None
+
+    def windows(self, seed: int) -> dict[str, Tensor | None]:
+        """(N, window_length) of token ids for each purpose, None where none were wanted.
+
+        Raises:
+            ValueError: one text holds windows of another.
+        """
+        streams = dict(self._cut)
+        if count := self._counts.get(None):
+            streams[None] = sample_windows(self.source.model, self.source.tokenizer, count, self.length, seed)
+        taken: dict[str, Tensor | None] = dict.fromkeys(("calibration", "report", "heal"))
+        for purpose, (text, count) in self._wanted.items():
+            taken[purpose], streams[text] = streams[text].split([count, len(streams[text]) - count])
+        report = taken["report"]
+        for purpose in ("calibration", "heal"):
+            other = taken[purpose]
+            if report is not None and other is not None and _share_a_window(report, other):
+                raise ValueError(f"report_text holds windows of {purpose}_text: take another part, as in FILE[100:]")
+        return taken
+
+
+def _share_a_window(one: Tensor, other: Tensor) -> bool:
+    return bool(len({tuple(row) for row in one.tolist()} & {tuple(row) for row in other.tolist()}))

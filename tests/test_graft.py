@@ -9,7 +9,7 @@ from conftest import REPOSITORY, TINY, run_without_package, tiny_llama
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
-from conversion.arguments import parse_graft_arguments
+from conversion.arguments import GraftArguments, parse
 from conversion.calibration import fit_ratio_and_offset
 from conversion.graft import bhyt_config, fit_graft, grafted_tensors
 from conversion.source import read_source

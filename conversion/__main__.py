@@ -1,5 +1,6 @@
 """python -m conversion graft|heal|export|verify: each a function that reads as prose."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -62,7 +63,6 @@ def graft(arguments: GraftArguments):
     bases = both_bases(source, arguments.seed)
     basis = bases[arguments.basis]
     base = rotate(source, arguments.seed, arguments.dtype) if arguments.basis == "rotated" else source
-    open_sites = candidates(arguments, source.config.num_hidden_layers)
     config = bhyt_config(base, arguments, **first_choice(arguments))
     check_place(arguments, plans.graft_bytes(source, base, arguments.dtype))
     texts = graft_texts(source, arguments)
@@ -70,7 +70,7 @@ def graft(arguments: GraftArguments):
         print(plans.of_graft(arguments, source, config, texts))
         return
     windows = texts.windows(arguments.seed)
-    sites = Sites(source, base, arguments, open_sites)
+    sites = Sites(source, base, arguments, candidates(arguments, config.num_hidden_layers))
     fit_sites(sites, bases, windows["calibration"])
     costs = measured_costs(sites, bases, windows["calibration"])
     sample = next((text for text in windows.values() if text is not None), None)
@@ -267,6 +267,8 @@ def deliver(report: dict, arguments: OutputArguments):
     """Says what was made, and uploads it where that was asked for."""
     show(report, f"{arguments.command()} of {report['source']['name']}")
     consent = "" if arguments.command() == "export" else ", trust_remote_code=True"
+    # What healing would have resumed from, had it been stopped
+    shutil.rmtree(f"{arguments.output}.checkpoints", ignore_errors=True)
     print(f"{arguments.output} is ready: AutoModelForCausalLM.from_pretrained({arguments.output!r}{consent})")
     if arguments.push_to_hub:
         print(f"uploaded: {publish(Path(arguments.output), arguments.push_to_hub, arguments.private)}")
@@ -278,7 +280,7 @@ RUN = {GraftArguments: graft, HealArguments: heal, ExportArguments: export, Veri
 def main():
     arguments = parse_command(sys.argv[1:])
     try:
-        sys.exit(RUN[type(arguments)](arguments))
+        sys.exit(RUN[type(arguments)](arguments) or 0)
     except StrictDataclassError as error:
         fail(str(error).splitlines()[-1].strip().removeprefix("ValueError: "))
     except BudgetMissed as missed:

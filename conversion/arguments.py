@@ -78,14 +78,14 @@ class MeasureArguments:
 
     def _check(self, option, hint):
         name, value, least = option.name, getattr(self, option.name), LEAST.get(option.name)
+        if (choices := option.metadata.get("choices")) and value not in choices:
+            raise ValueError(f"{name} is {value!r}: choose from {', '.join(choices)}")
         # A YAML file may hold any type
         is_text = isinstance(value, str) or (value is None and hint == str | None)
         if hint in (str, str | None) and not is_text:
             raise ValueError(f"{name} is {value!r}: give a name")
         if hint is bool and not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}: give true or false")
-        if (choices := option.metadata.get("choices")) and value not in choices:
-            raise ValueError(f"{name} is {value!r}: choose from {', '.join(choices)}")
         if hint is int and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise ValueError(f"{name} is {value!r}: give a whole number of at least {least}")
         if hint is float and not _is_number(value, above=least):

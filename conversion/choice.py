@@ -12,11 +12,13 @@ every site; errors of different tokens are taken as uncorrelated. Costs of diffe
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
 from rich.progress import track
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from modeling_bhyt.configuration_bhyt import Site
@@ -40,24 +42,26 @@ Costs = dict[SiteKey, dict[Candidate, float]]
 
 
 def candidates(arguments: GraftArguments, num_layers: int) -> dict[SiteKey, list[Candidate]]:
-    """Every way to graft each site that is still open; for the curve, also some in the other basis."""
+    """Every way to graft each site that is still open; for the curve, some more."""
     result: dict[SiteKey, list[Candidate]] = {}
-    estimates = arguments.variance_estimator != "exact"
+    curve = [Candidate(basis, lam, True) for basis, lambdas in CURVE.items() for lam in lambdas]
     for layer in range(num_layers):
         for site in NORM_OF_SITE:
-            lambdas = open_lambdas(arguments, site, layer)
-            if site == "attention" or not estimates:
-                kinds = [True]
-            elif arguments.exact_layers is None:
-                kinds = [True, False]
-            else:
-                kinds = [layer in arguments.exact_layers]
-            options = [Candidate(arguments.basis, lam, kind) for lam in lambdas for kind in kinds]
-            if arguments.is_auto:
-                curve = [Candidate(basis, lam, True) for basis, values in CURVE.items() for lam in values]
-                options += [option for option in curve if option not in options]
-            result[layer, site] = options
+            options = open_options(arguments, site, layer)
+            extra = [option for option in curve if option not in options] if arguments.is_auto else []
+            result[layer, site] = options + extra
     return result
+
+
+def open_options(arguments: GraftArguments, site: Site, layer: int) -> list[Candidate]:
+    """What the user left open at a site; an estimate comes before the same lambda with its own statistic."""
+    if site == "attention" or arguments.variance_estimator == "exact":
+        kinds = [True]
+    elif arguments.exact_layers is None:
+        kinds = [False, True]
+    else:
+        kinds = [layer in arguments.exact_layers]
+    return [Candidate(arguments.basis, lam, kind) for lam in open_lambdas(arguments, site, layer) for kind in kinds]
 
 
 def open_lambdas(arguments: GraftArguments, site: Site, layer: int) -> tuple[float, ...]:
@@ -124,15 +128,14 @@ def site_costs(sites: Sites, bases: dict[str, Basis], windows: Tensor) -> Costs:
 def _blocks_recomputed(model: PreTrainedModel):
     """Keeps no activations but the blocks' inputs, so that a backward pass fits where a forward one did."""
     model.requires_grad_(False)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    # The blocks alone: their parts go on as in evaluation, without dropout
-    for layer in model.model.layers:
-        layer.training = True
+    forwards = {layer: layer.forward for layer in model.model.layers}
+    for layer, forward in forwards.items():
+        layer.forward = partial(checkpoint, forward, use_reentrant=False)
     try:
         yield
     finally:
-        model.gradient_checkpointing_disable()
-        model.eval()
+        for layer, forward in forwards.items():
+            layer.forward = forward
 
 
 @torch.enable_grad()
@@ -160,18 +163,12 @@ def choose(costs: Costs, arguments: GraftArguments, target: float) -> Choice:
 
     What the user set by hand is spent besides. Layers are made exact in the order of what that saves; lambdas are raised in the order of what a raise costs.
     """
-    mine = {
-        key: {option: cost for option, cost in options.items() if option.basis == arguments.basis}
-        for key, options in costs.items()
-    }
+    mine = {key: {option: costs[key][option] for option in open_options(arguments, key[1], key[0])} for key in costs}
     lambdas = {key: open_lambdas(arguments, key[1], key[0]) for key in mine}
     by_hand = sum(min(mine[key].values()) for key in mine if _is_by_hand(arguments, *key))
     target += by_hand
-    options = {key: Candidate(arguments.basis, lambdas[key][0], False) for key in mine}
-    # Sites that have no estimate are exact
-    options = {
-        key: option if option in mine[key] else option._replace(is_exact=True) for key, option in options.items()
-    }
+    # The smallest lambda, under an estimate where there is one
+    options = {key: next(iter(open_here)) for key, open_here in mine.items()}
 
     def cost(key: SiteKey, option: Candidate) -> float:
         return mine[key][option]

@@ -164,13 +164,12 @@ def read_bhyt(name: str, placement: dict | None = None) -> Source:
     if stated.get("model_type") != BHyTLlamaConfig.model_type:
         raise ValueError(f"{name} is no folder of a BHyT checkpoint: `python -m conversion graft` makes one")
     config, files = BHyTLlamaConfig.from_pretrained(folder), weight_files(folder)
-    has_generation_config = (folder / "generation_config.json").is_file()
     return Source(
         name,
         config,
         StoredTensors(files),
         AutoTokenizer.from_pretrained(folder),
-        GenerationConfig.from_pretrained(folder) if has_generation_config else None,
+        _generation_config(folder),
         open_model=lambda **placement: BHyTLlamaForCausalLM.from_pretrained(folder, dtype="auto", **placement),
         files=_describe(files),
         license=_license(folder / "README.md"),
@@ -197,10 +196,7 @@ def _repair_generation_config(source: Source):
     try:
         settings.validate(strict=True)
     except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"{source.name}: generation_config.json would not be saved again; mend it first: {reason}"
-        ) from error
+        raise _unsaveable(source.name, error) from error
     source.notes.append(
         f"generation_config.json: unset {', '.join(dropped)}, which its own mode of generation ignores"
     )
@@ -254,13 +250,12 @@ def _read_folder(name: str, folder: Path) -> Source:
     _check_tensors(config, {name: shape for name, shape in tensors.shapes.items() if name not in recomputed})
     _check_tied_head(config, tensors)
     _check_finite(tensors)
-    has_generation_config = (folder / "generation_config.json").is_file()
     return Source(
         name,
         config,
         tensors,
         AutoTokenizer.from_pretrained(folder),
-        GenerationConfig.from_pretrained(folder) if has_generation_config else None,
+        _generation_config(folder),
         open_model=lambda **placement: AutoModelForCausalLM.from_pretrained(
             folder, config=own_config, dtype="auto", **placement
         ),
@@ -269,6 +264,20 @@ def _read_folder(name: str, folder: Path) -> Source:
         legal_files=_legal_files(folder),
         recomputed=recomputed,
     )
+
+
+def _generation_config(folder: Path) -> GenerationConfig | None:
+    if not (folder / "generation_config.json").is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except ValueError as error:
+        raise _unsaveable(folder, error) from error
+
+
+def _unsaveable(name, error: ValueError) -> ValueError:
+    reason = " ".join(str(error).split())
+    return ValueError(f"{name}: generation_config.json would not be saved again; mend it first: {reason}")
 
 
 def _legal_files(folder: Path) -> list[Path]:

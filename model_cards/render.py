@@ -29,6 +29,10 @@ def render_card(
         license=source["license"],
         quantization=source["quantization"],
         summary=summary,
+        command=report["command"],
+        healed=report["healing"] is not None,
+        consent="" if report["command"] == "export" else ", trust_remote_code=True",
+        has_picture=report["layers"] is not None,
         has_chat_template=has_chat_template,
     )
     assert ModelCard(card).data.library_name == "transformers"
@@ -39,5 +43,9 @@ def save_card(folder: Path, report: dict, summary: list[tuple[str, str]], base_m
     """Writes README.md into a checkpoint's folder."""
     name = Path(report["source"]["name"]).name.removesuffix(".gguf")
     has_chat_template = (folder / "chat_template.jinja").is_file()
-    card = render_card(f"{name} with BHyT", f"your-name/{name}-BHyT", report, summary, base_model, has_chat_template)
+    if report["command"] == "export":
+        title, place = f"{name} as a plain Llama", f"your-name/{name}-plain"
+    else:
+        title, place = f"{name} with BHyT", f"your-name/{name}-BHyT"
+    card = render_card(title, place, report, summary, base_model, has_chat_template)
     (folder / "README.md").write_text(card, encoding="utf-8")

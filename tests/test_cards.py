@@ -8,6 +8,7 @@ from model_cards.render import render_card
 
 def card(base_model=None, has_chat_template=True, **source) -> str:
     report = {"source": {"name": "source", "license": None, "quantization": None, **source}}
+    report |= {"command": "graft", "healing": None, "layers": None}
     return render_card("A title", "your-name/model", report, [("ratio", "1.0065")], base_model, has_chat_template)
 
 

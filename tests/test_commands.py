@@ -12,8 +12,7 @@ from test_graft import QUICK, graft, save_source
 from transformers import AutoTokenizer, GenerationConfig
 
 from conversion import __main__ as command
-from conversion.arguments import parse_graft_arguments
-from conversion.texts import Texts
+from conversion.arguments import GraftArguments, parse
 
 
 def run(*words, monkeypatch=None, capsys=None):
@@ -38,13 +37,17 @@ def source(tmp_path):
     return tmp_path / "source"
 
 
+TEXT = QUICK[QUICK.index("--calibration_text") + 1]
 BAD_INPUT = {
     "no output": (["{source}"], "OUTPUT is missing"),
     "too much": (["{source}", "{output}", "third"], "unknown argument 'third'"),
     "misspelt flag": (["{source}", "{output}", "--kapa", "3"], "unknown argument '--kapa'"),
     "no number": (["{source}", "{output}", "--kappa", "x"], "invalid float value: 'x'"),
     "negative": (["{source}", "{output}", "--kappa", "-1"], "kappa is -1.0: give a finite number above 0"),
-    "zero lambda": (["{source}", "{output}", "--mlp_lambda", "0"], "mlp_lambda is 0.0: give a finite number above 0"),
+    "zero lambda": (
+        ["{source}", "{output}", "--mlp_lambda", "0"],
+        "mlp_lambda is '0': give auto, or a finite number above 0",
+    ),
     "list length": (["{source}", "{output}", "--mlp_lambda", "1", "2"], "mlp_lambda has 2 numbers for"),
     "no layer": (["{source}", "{output}", "--exact_variance_layers", "0,9"], "layers run from 0 to 2"),
     "no index": (["{source}", "{output}", "--exact_variance_layers", "-1"], "-1"),
@@ -60,7 +63,10 @@ BAD_INPUT = {
         "128 are needed: give more text",
     ),
     "no text, dry": (["{source}", "{output}", "--report_text", "absent.txt", *QUICK, "--dry_run"], "no text file at"),
-    "calibrated text": (["{source}", "{output}", *QUICK, "--report_text", QUICK[-1]], "report_text holds windows of"),
+    "calibrated text": (
+        ["{source}", "{output}", *QUICK, "--report_text", TEXT + "[0:1]"],
+        "report_text holds windows of",
+    ),
     "output in source": (["{source}", "{source}/sub"], "choose another folder"),
     "source by another name": (["{source}", "{source}/../source", "--overwrite"], "choose another folder"),
     "no source": (["absent/folder/here", "{output}"], "no folder at absent/folder/here"),
@@ -122,11 +128,11 @@ def test_dry_run_writes_nothing_and_says_what_would_be_done(source, tmp_path, co
 
 def test_yaml_gives_what_flags_give_and_flags_win(tmp_path):
     (tmp_path / "r.yaml").write_text("kappa: 5\nattention_lambda: 1\nexact_variance_layers: [0, 2]\nsource: a\n")
-    parsed = parse_graft_arguments(["--config", str(tmp_path / "r.yaml"), "--output", "b", "--kappa", "7"])
-    assert (parsed.source, parsed.output, parsed.kappa, parsed.attention_lambda) == ("a", "b", 7.0, [1])
+    parsed = parse(GraftArguments, ["--config", str(tmp_path / "r.yaml"), "--output", "b", "--kappa", "7"])
+    assert (parsed.source, parsed.output, parsed.kappa, parsed.lambdas["attention"]) == ("a", "b", 7.0, [1.0])
     assert parsed.exact_layers == [0, 2]
     for words in (["--exact_variance_layers", "2,0"], ["--exact_variance_layers", "0", "2"]):
-        assert parse_graft_arguments(["a", "b", *words]).exact_layers == [0, 2]
+        assert parse(GraftArguments, ["a", "b", *words]).exact_layers == [0, 2]
 
 
 BAD_YAML = [
@@ -136,12 +142,12 @@ BAD_YAML = [
     ("kappa: ten", "invalid float value: 'ten'"),
     ("kappa: true", "kappa is True"),
     ("window_length: 2.5", "window_length is 2.5"),
-    ("attention_lambda: [a]", "attention_lambda is 'a'"),
-    ("calibration_text: 3", "calibration_text is 3: give a file name"),
+    ("attention_lambda: [a]", "attention_lambda is 'a': give auto"),
+    ("calibration_text: 3", "calibration_text is 3: give a name"),
     ("dry_run: 3", "dry_run is 3: give true or false"),
     ("dtype: 3", "dtype is 3: choose from auto"),
     ("seed: null", "seed is None: give a whole number of at least 0"),
-    ("report_text: [a]", "report_text is ['a']: give a file name"),
+    ("report_text: [a]", "report_text is ['a']: give a name"),
 ]
 
 
@@ -149,34 +155,39 @@ BAD_YAML = [
 def test_a_bad_yaml_is_refused(tmp_path, capsys, content, reason):
     (tmp_path / "bad.yaml").write_text(content)
     with pytest.raises(SystemExit) as caught:
-        parse_graft_arguments(["a", "b", "--config", str(tmp_path / "bad.yaml")])
+        parse(GraftArguments, ["a", "b", "--config", str(tmp_path / "bad.yaml")])
     assert caught.value.code == 2 and reason in capsys.readouterr().err
 
 
 def test_shipped_recipes_are_valid():
     recipes = sorted((REPOSITORY / "conversion" / "recipes").glob("*.yaml"))
-    assert recipes and all(parse_graft_arguments(["a", "b", "--config", str(recipe)]) for recipe in recipes)
+    assert recipes and all(parse(GraftArguments, ["a", "b", "--config", str(recipe)]) for recipe in recipes)
 
 
 def test_the_source_writes_its_own_text_and_the_report_takes_another_part(source, tmp_path):
     quick = QUICK[: QUICK.index("--calibration_text")]
     graft_flags = [*quick, "--seed", "3"]
-    arguments = parse_graft_arguments([str(source), "unused", *graft_flags])
+    arguments = parse(GraftArguments, [str(source), "unused", *graft_flags])
     opened = command.read_source(str(source))
     opened.model.generation_config = GenerationConfig(repetition_penalty=5.0, no_repeat_ngram_size=1)
-    texts = Texts(arguments, opened)
-    calibration, held_out = texts.windows()
+    texts = command.graft_texts(opened, arguments)
+    windows = texts.windows(arguments.seed)
+    calibration, held_out = windows["calibration"], windows["report"]
     assert calibration.shape == (8, 48) and held_out.shape == (4, 48)
     assert not any(torch.equal(a, b) for a in calibration for b in held_out)
     assert (calibration[:, 0] == AutoTokenizer.from_pretrained(source).eos_token_id).all()
     # The same text from a source whose generation settings would bend it
-    again, _ = Texts(arguments, command.read_source(str(source))).windows()
-    assert torch.equal(calibration, again) and texts.names["report"] == "text sampled from the source, another part"
+    again = command.graft_texts(command.read_source(str(source)), arguments).windows(arguments.seed)
+    assert (
+        torch.equal(calibration, again["calibration"])
+        and texts.names["report"] == "text sampled from the source, another part"
+    )
 
 
 def test_a_named_text_is_split_between_calibration_and_report(source):
-    arguments = parse_graft_arguments([str(source), "unused", *QUICK])
-    calibration, held_out = Texts(arguments, command.read_source(str(source))).windows()
+    arguments = parse(GraftArguments, [str(source), "unused", *QUICK])
+    windows = command.graft_texts(command.read_source(str(source)), arguments).windows(arguments.seed)
+    calibration, held_out = windows["calibration"], windows["report"]
     text = (REPOSITORY / "LICENSE").read_text()
     tokenizer = AutoTokenizer.from_pretrained(source)
     assert tokenizer.decode(torch.cat([calibration, held_out]).flatten()) == text[: 12 * 48]
@@ -186,7 +197,7 @@ def test_report_and_card_say_what_was_measured(source, tmp_path):
     graft(source, tmp_path / "out", "--exact_variance_layers", "1")
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())
     assert report["perplexity"]["ratio"] == pytest.approx(
-        report["perplexity"]["bhyt"] / report["perplexity"]["source"], rel=1e-9
+        report["perplexity"]["model"] / report["perplexity"]["source"], rel=1e-9
     )
     assert report["exact_layers"] == [1] and len(report["sites"]) == 6
     assert [site["estimator_log_error"] is None for site in report["sites"]] == [True, False, True, True, True, False]

@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from conversion.arguments import GraftArguments, parse
-from conversion.calibration import fit_ratio_and_offset
-from conversion.graft import bhyt_config, fit_graft, grafted_tensors
+from conversion.calibration import OriginalBasis, fit_ratio_and_offset
+from conversion.choice import candidates
+from conversion.graft import Sites, fit_sites
 from conversion.source import read_source
 from modeling_bhyt import BHyTLlamaForCausalLM
 from modeling_bhyt.normalization_bhyt import attention_variance
@@ -19,6 +20,18 @@ from modeling_bhyt.normalization_bhyt import attention_variance
 
 QUICK = ["--window_length", "48", "--num_calibration_tokens", "384", "--num_report_tokens", "192"]
 QUICK += ["--calibration_text", str(REPOSITORY / "LICENSE")]
+# Everything by hand, near the source: what a graft without choices does
+BY_HAND = [
+    "--basis",
+    "original",
+    "--attention_lambda",
+    "0.25",
+    "--mlp_lambda",
+    "0.25",
+    "--exact_variance_layers",
+    "none",
+]
+QUICK += BY_HAND
 
 
 def save_source(folder, tokenizer=None, dtype=torch.float32, **overrides) -> LlamaForCausalLM:
@@ -36,8 +49,17 @@ def edit_json(file, **values):
 def graft(source, output, *flags):
     from conversion.__main__ import graft as run
 
-    run(parse_graft_arguments([str(source), str(output), *QUICK, *flags]))
+    run(parse(GraftArguments, [str(source), str(output), *QUICK, *flags]))
     return BHyTLlamaForCausalLM.from_pretrained(output)
+
+
+def fitted_sites(folder, windows, *flags):
+    """The parameters of every site of a graft whose choices are all made by hand."""
+    arguments = parse(GraftArguments, [str(folder), "unused", *BY_HAND, *flags])
+    source = read_source(arguments.source)
+    sites = Sites(source, source, arguments, candidates(arguments, source.config.num_hidden_layers))
+    fit_sites(sites, {"original": OriginalBasis()}, windows)
+    return source, {key: site for key, options in sites.items() for site in options.values()}
 
 
 def logits(model, ids=None):
@@ -59,11 +81,9 @@ def test_graft_tends_to_the_source_as_lambda_tends_to_zero(tmp_path):
 def test_gain_is_the_least_squares_solution_on_the_sources_own_states(tmp_path):
     """Recomputed from the states that the source's hidden_states show: sum(t y) / sum(t^2), with t in fp64."""
     save_source(tmp_path / "source")
-    arguments = parse_graft_arguments([str(tmp_path / "source"), "unused", "--variance_estimator", "exact"])
-    source = read_source(arguments.source)
-    config = bhyt_config(source, arguments)
     windows = torch.randint(3, 250, (4, 24), generator=torch.Generator().manual_seed(0))
-    fitted = fit_graft(source, config, windows, arguments)
+    source, sites = fitted_sites(tmp_path / "source", windows, "--variance_estimator", "exact")
+    config = source.config
     with torch.no_grad():
         states = source.model(windows, output_hidden_states=True).hidden_states
     for layer in range(config.num_hidden_layers):
@@ -72,7 +92,7 @@ def test_gain_is_the_least_squares_solution_on_the_sources_own_states(tmp_path):
         t = torch.tanh(0.25 / (10 * s) * x)
         y = source.model.model.layers[layer].input_layernorm.weight.double() * x / s
         expected = (t * y).sum((0, 1)) / (t * t).sum((0, 1))
-        torch.testing.assert_close(fitted.sites[layer, "attention"].gain, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(sites[layer, "attention"].gain, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_silent_channel_keeps_the_limit_gain(tmp_path):
@@ -176,13 +196,12 @@ def test_dtype_flag_casts_everything(tmp_path):
 def test_gain_is_fitted_under_the_rounded_constants(tmp_path):
     """lambda, r and c as bf16 stores them: 0.3 becomes 0.30078125, and the gains answer to that."""
     save_source(tmp_path / "source", dtype=torch.bfloat16)
-    arguments = parse_graft_arguments([str(tmp_path / "source"), "unused", "--attention_lambda", "0.3", *QUICK])
-    source = read_source(arguments.source)
-    fitted = fit_graft(source, bhyt_config(source, arguments), torch.randint(3, 250, (2, 24)), arguments)
-    for site in fitted.sites.values():
+    windows = torch.randint(3, 250, (2, 24))
+    _, sites = fitted_sites(tmp_path / "source", windows, "--attention_lambda", "0.3")
+    for site in sites.values():
         for value in filter(None, (site.lam, site.ratio, site.offset)):
             assert value == torch.tensor(value).bfloat16().item()
-    assert fitted.sites[0, "attention"].lam == 0.30078125
+    assert sites[0, "attention"].lam == 0.30078125
 
 
 def test_constants_that_a_dtype_cannot_hold_are_refused(tmp_path):
@@ -283,8 +302,5 @@ def test_grafted_tensors_account_for_every_source_tensor(tmp_path):
     graft(tmp_path / "source", tmp_path / "out")
     report = json.loads((tmp_path / "out" / "conversion_report.json").read_text())["tensors"]
     assert len(report["left_out"]) == 2 and report["replaced"] == 6
-    assert report["copied"] + report["replaced"] + len(report["left_out"]) == len(tensors)
-    arguments = parse_graft_arguments([str(tmp_path / "source"), "unused", *QUICK])
-    source = read_source(arguments.source)
-    fitted = fit_graft(source, bhyt_config(source, arguments), torch.randint(3, 250, (1, 16)), arguments)
-    assert "lm_head.weight" not in grafted_tensors(source, fitted, "auto")
+    assert report["kept"] + report["replaced"] + len(report["left_out"]) == len(tensors)
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GgufConfig, LlamaForCausalLM
 
 from conversion.__main__ import graft
-from conversion.arguments import parse_graft_arguments
+from conversion.arguments import GraftArguments, parse
 
 
 pytestmark = pytest.mark.real
@@ -33,7 +33,7 @@ def folder(gguf, data_folder, tmp_path_factory):
     words = [str(gguf), str(output), "--calibration_text", text + "[:100]", "--report_text", text + "[100:]"]
     words += ["--num_calibration_tokens", "2048", "--num_report_tokens", "2048", "--batch_size", "2"]
     torch.set_num_threads(2)
-    graft(parse_graft_arguments([*words, "--exact_variance_layers", "0,2,15,24"]))
+    graft(parse(GraftArguments, [*words, "--exact_variance_layers", "0,2,15,24"]))
     torch.set_num_threads(1)
     return output
 

@@ -10,7 +10,7 @@ from conftest import tiny_llama, tiny_model
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from test_graft import edit_json, save_source
-from transformers import LlamaConfig, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig
 
 from conversion.source import read_source
 
@@ -113,9 +113,6 @@ def test_other_kinds_of_checkpoint_are_refused_with_the_reason(tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     (tmp_path / "empty").mkdir()
     tiny_model().save_pretrained(tmp_path / "bhyt")
-    MistralForCausalLM(MistralConfig(vocab_size=300, hidden_size=64, num_hidden_layers=1)).save_pretrained(
-        tmp_path / "mistral"
-    )
     LlamaConfig().save_pretrained(tmp_path / "pickle")
     torch.save({}, tmp_path / "pickle" / "pytorch_model.bin")
     for name, reason in {
@@ -123,7 +120,6 @@ def test_other_kinds_of_checkpoint_are_refused_with_the_reason(tmp_path):
         "adapter": "merge it into its base model first",
         "empty": "has no config.json",
         "bhyt": "is a BHyT checkpoint already",
-        "mistral": "model_type 'mistral'",
         "pickle": "save its pickle as safetensors first",
         "absent/never/was": "no folder at",
         "absent.gguf": "no GGUF file at",
@@ -153,9 +149,15 @@ def test_a_hub_id_is_read_from_its_download(tmp_path, monkeypatch):
     assert source.hub_id == "someone/some-model" and source.license == "apache-2.0"
 
 
-def test_invalid_generation_settings_are_refused_at_the_start(tmp_path):
+def test_invalid_generation_settings_are_repaired_at_the_start_and_named(tmp_path):
     save_source(tmp_path)
-    edit_json(tmp_path / "generation_config.json", do_sample=False, temperature=0.6)
+    edit_json(tmp_path / "generation_config.json", do_sample=False, temperature=0.6, top_p=0.9)
+    source = read_source(str(tmp_path))
+    assert "unset temperature = 0.6, top_p = 0.9" in source.notes[0]
+    source.generation_config.save_pretrained(tmp_path / "saved")
+    # Greedy it was, greedy it stays
+    assert not source.generation_config.do_sample
+    edit_json(tmp_path / "generation_config.json", do_sample=False, temperature=0.6, max_new_tokens=-1)
     assert "generation_config.json would not be saved again" in refusal(tmp_path)
 
 

@@ -14,6 +14,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from evaluation.perplexity import input_device
 from modeling_bhyt.configuration_bhyt import Site
 from modeling_bhyt.normalization_bhyt import bhyt, mean_square
 
@@ -84,7 +85,7 @@ def run_over(model: PreTrainedModel, windows: Tensor, batch_size: int, see: Call
     """Runs the model's blocks over windows (N, T) of token ids, showing `see` every norm's input, in fp32."""
     with watch_norms(model, lambda layer, site, x, y: see(layer, site, x.float())):
         for batch in track(windows.split(batch_size), description=description):
-            model.model(input_ids=batch.to(model.device), use_cache=False)
+            model.model(input_ids=batch.to(input_device(model)), use_cache=False)
 
 
 class BlockStatistics:

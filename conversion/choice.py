@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from evaluation.perplexity import input_device
 from modeling_bhyt.configuration_bhyt import Site
 from modeling_bhyt.normalization_bhyt import mean_square
 
@@ -116,7 +117,7 @@ def site_costs(sites: Sites, bases: dict[str, Basis], windows: Tensor) -> Costs:
                     error = grafted.gain.to(t.device, t.dtype) * t - y
                     totals[key][option] += (gradient * error).sum(-1).double().pow(2).sum().item() / 2
 
-    generator = torch.Generator(model.device).manual_seed(sites.arguments.seed)
+    generator = torch.Generator(input_device(model)).manual_seed(sites.arguments.seed)
     with watch_norms(model, see), _blocks_recomputed(model):
         for window in track(windows[:NUM_COST_WINDOWS].split(1), description="measuring sensitivity"):
             _backward_of_drawn_tokens(model, window, generator)
@@ -140,7 +141,7 @@ def _blocks_recomputed(model: PreTrainedModel):
 
 @torch.enable_grad()
 def _backward_of_drawn_tokens(model: PreTrainedModel, window: Tensor, generator: torch.Generator):
-    embedded = model.model.embed_tokens(window.to(model.device)).detach().requires_grad_()
+    embedded = model.model.embed_tokens(window.to(input_device(model))).detach().requires_grad_()
     logits = model(inputs_embeds=embedded, use_cache=False).logits[0].float()
     drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
     logits.log_softmax(-1).gather(-1, drawn).sum().backward()

@@ -1,19 +1,18 @@
 """The way back: a plain Llama checkpoint from a BHyT one, for runtimes that know no other."""
 
-from collections.abc import Iterator, Mapping
-
 import torch
 from rich.progress import track
 from torch import Tensor
 from transformers import LlamaConfig
 
+from evaluation.perplexity import input_device
 from modeling_bhyt import BHyTLlamaConfig
 from modeling_bhyt.configuration_bhyt import Site
 from modeling_bhyt.normalization_bhyt import mean_square
 
 from .calibration import NORM_OF_SITE, GainFit, watch_norms
 from .graft import norm_name
-from .source import Source
+from .source import LazyTensors, Source
 
 
 FINAL_NORM = "model.norm.weight"
@@ -68,7 +67,7 @@ def fit_plain_gains(source: Source, windows: Tensor, batch_size: int) -> dict[st
         final = model.model.norm.register_forward_hook(lambda module, inputs, y: see(FINAL_NORM, inputs[0], y))
     with torch.no_grad(), watch_norms(model, see_site):
         for batch in track(windows.split(batch_size), description="refitting gains"):
-            model.model(input_ids=batch.to(model.device), use_cache=False)
+            model.model(input_ids=batch.to(input_device(model)), use_cache=False)
     if final is not None:
         final.remove()
     return {name: fit.gain(_limit_gain(source, name)) for name, fit in fits.items()}
@@ -80,20 +79,14 @@ def _limit_gain(source: Source, name: str) -> Tensor:
     return gain * source.tensors[lam].double() / source.config.kappa if lam in source.tensors else gain
 
 
-class PlainTensors(Mapping):
+class PlainTensors(LazyTensors):
     """The checkpoint as a plain Llama's: gains exchanged, lambda, r and c gone, everything else bit for bit."""
 
     def __init__(self, source: Source, gains: dict[str, Tensor]):
         self._tensors, self._gains = source.tensors, gains
         own = (".lam", ".variance_ratio", ".variance_offset")
-        self._names = [name for name in source.tensors if not name.endswith(own)]
+        self.names = [name for name in source.tensors if not name.endswith(own)]
 
     def __getitem__(self, name: str) -> Tensor:
         stored = self._tensors[name]
         return self._gains[name].to(stored.dtype) if name in self._gains else stored
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)

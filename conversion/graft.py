@@ -1,7 +1,6 @@
 """The graft in closed form: from a source's statistics to the tensors of a BHyT checkpoint."""
 
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,7 @@ from .calibration import (
     run_over,
     tanh_of_site,
 )
-from .source import Source, output_dtype
+from .source import LazyTensors, Source, output_dtype
 
 
 @dataclass
@@ -166,8 +165,8 @@ def _ratio_and_offset(sites: Sites, layer: int, statistics: BlockStatistics) -> 
     arguments, config = sites.arguments, sites.base.config
     if arguments.variance_estimator == "fitted":
         return fit_ratio_and_offset(*statistics.of_layer(layer))
-    # Constants from weights follow the gain before the attention: there is one candidate (see candidates.py)
-    ((_, first),) = sites[layer, "attention"].items()
+    # Constants from weights follow the gain before the attention, where auto leaves one candidate beside the curve's
+    first = next(iter(sites[layer, "attention"].values()))
     attention = f"model.layers.{layer}.self_attn"
     refined = {}
     if arguments.variance_estimator == "uniform_attention":
@@ -194,7 +193,7 @@ class Graft:
     sites: dict[SiteKey, GraftedSite]
 
 
-class GraftedTensors(Mapping):
+class GraftedTensors(LazyTensors):
     """The whole checkpoint by name, each tensor when it is asked for: sites from the graft, the rest from the base."""
 
     def __init__(self, base: Source, graft: Graft, dtype: str):
@@ -202,16 +201,10 @@ class GraftedTensors(Mapping):
         self._sites: dict[str, Tensor] = {}
         for key, site in graft.sites.items():
             self._sites |= site.tensors(norm_name(key).removesuffix(".weight"))
-        self._copied = base.kept_names()
+        self.names = [*base.kept_names(), *self._sites]
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._sites:
             return self._sites[name]
         stored = self._base.tensors[name]
         return stored.to(output_dtype(stored.dtype, self._dtype))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([*self._copied, *self._sites])
-
-    def __len__(self) -> int:
-        return len(self._copied) + len(self._sites)

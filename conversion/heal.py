@@ -10,6 +10,7 @@ from torch.nn.functional import kl_div
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from evaluation.perplexity import input_device
 from modeling_bhyt import BHyTLlamaForCausalLM
 from modeling_bhyt.normalization_bhyt import BHyT, EstimatingSite, mean_square
 
@@ -34,7 +35,7 @@ class Distillation(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         ids = inputs["input_ids"]
         with torch.no_grad():
-            expected = self.teacher(input_ids=ids.to(self.teacher.device), use_cache=False).logits
+            expected = self.teacher(input_ids=ids.to(input_device(self.teacher)), use_cache=False).logits
         outputs = model(input_ids=ids, use_cache=False)
         expected = expected.to(ids.device).float().log_softmax(-1).flatten(0, 1)
         loss = kl_div(

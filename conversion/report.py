@@ -28,6 +28,8 @@ from .source import Source, StoredTensors, weight_files
 
 
 SATURATION = 0.99
+# A site that saturates half a channel of every token, or a channel of every second one, clips massive activations
+SATURATED_CHANNELS = 0.5
 WINDOWS = "conversion_windows.safetensors"
 UNMEASURED = ("perplexity", "kl_nats_per_token", "layers", "verdict")
 # Paths of one machine, and what changes no result
@@ -54,7 +56,7 @@ class SiteReport:
     """One row a site, over every token of the report's text (the estimator's error without each window's first).
 
     relative_output_error: ||y' - y|| / ||y||, y the source norm's output, y' the graft's for the same input.
-    saturated_share: share of |tanh| > 0.99.
+    saturated_share: share of |tanh| > 0.99; saturated_channels: the same as channels of a token, of D.
     estimator_log_error: root mean square of log((r m + c) / m'), m and m' the mean squares; None where it is exact.
     depth_nominal, depth_effective: lambda / kappa and rms(gamma) lambda / kappa, to stay below depth_limit = 1 / sqrt(L).
     """
@@ -66,6 +68,7 @@ class SiteReport:
     variance_offset: float | None
     relative_output_error: float | None
     saturated_share: float | None
+    saturated_channels: float | None
     estimator_log_error: float | None
     depth_nominal: float
     depth_effective: float
@@ -134,6 +137,7 @@ class SiteMeter:
             grafted.offset,
             (error / total) ** 0.5 if measured else None,
             saturated / values if measured else None,
+            saturated / values * self.config.hidden_size if measured else None,
             (log_error / tokens) ** 0.5 if measured and grafted.ratio is not None else None,
             nominal,
             nominal * grafted.gain.double().pow(2).mean().sqrt().item(),
@@ -380,6 +384,15 @@ def _site_rows(report: dict) -> list[tuple[str, str]]:
         rows.append(("largest relative output error", f"{worst['relative_output_error']:.4f} ({_place(worst)})"))
         share = f"{saturated['saturated_share']:.2e} ({_place(saturated)})" if saturated["saturated_share"] else "none"
         rows.append(("largest share of tanh beyond 0.99", share))
+        if clipped := [site for site in measured if site["saturated_channels"] >= SATURATED_CHANNELS]:
+            places = "; ".join(f"{_place(site)}: {site['saturated_channels']:.1f}" for site in clipped[:4])
+            rows.append(
+                (
+                    "CLIPPED massive activations",
+                    f"{len(clipped)} sites clip {SATURATED_CHANNELS} channels of a token or more ({places}): take a smaller "
+                    "lambda there, or --basis rotated",
+                )
+            )
     if estimated := [site for site in sites if site["estimator_log_error"] is not None]:
         error = max(estimated, key=lambda site: site["estimator_log_error"])
         rows.append(("largest log error of the estimator", f"{error['estimator_log_error']:.4f} ({_place(error)})"))

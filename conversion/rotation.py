@@ -13,7 +13,6 @@ The model computes the same function. All of it happens in float64, rounded once
 """
 
 import math
-from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -24,7 +23,9 @@ from torch.nn.functional import kl_div
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from .source import Source, output_dtype
+from evaluation.perplexity import input_device
+
+from .source import LazyTensors, Source, output_dtype
 
 
 EMBEDDINGS, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -39,6 +40,7 @@ READERS = {
 WRITERS = ("self_attn.o_proj", "mlp.down_proj")
 # Hadamard matrices of up to this size are multiplied as they are; a larger one is a product of several
 LARGEST_HADAMARD = 64
+ROWS_AT_ONCE = 4096
 # Rounding to bf16 costs about 1e-3 nats a token
 MAX_ROTATION_KL = 0.02
 
@@ -102,24 +104,23 @@ class RotatedBasis:
         return self._rotation(g * gamma, dtype=torch.float32)
 
 
-class RotatedTensors(Mapping):
+class RotatedTensors(LazyTensors):
     """A source's tensors in the rotated basis, each computed when it is asked for and rounded to `dtype` ("auto": its own)."""
 
     def __init__(self, source: Source, rotation: Rotation, dtype: str):
         self._tensors, self._rotation, self._dtype = source.tensors, rotation, dtype
-        self._names = [name for name in source.tensors if name not in source.recomputed]
-        if HEAD not in self._names:
-            self._names.append(HEAD)
+        self.names = [name for name in source.tensors if name not in source.recomputed]
+        if HEAD not in self.names:
+            self.names.append(HEAD)
 
     def __getitem__(self, name: str) -> Tensor:
-        stored = self._tensors[name if name in self._tensors else EMBEDDINGS]
-        return self._rotated(name, stored).to(output_dtype(stored.dtype, self._dtype)).contiguous()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+        # A tied head is the embeddings
+        stored = self._tensors[EMBEDDINGS if name == HEAD and HEAD not in self._tensors else name]
+        dtype = output_dtype(stored.dtype, self._dtype)
+        if name in (EMBEDDINGS, HEAD):
+            # A vocabulary in float64 would be the largest thing in memory
+            return torch.cat([self._rotated(name, rows).to(dtype) for rows in stored.split(ROWS_AT_ONCE)])
+        return self._rotated(name, stored).to(dtype).contiguous()
 
     def _rotated(self, name: str, stored: Tensor) -> Tensor:
         if name == EMBEDDINGS:
@@ -182,7 +183,7 @@ def check_rotation(source: Source, base: Source, window: Tensor, seed: int) -> R
     """
     rotated = model_of(base)
     ids = window[None]
-    expected = source.model(ids.to(source.model.device), use_cache=False).logits.float().cpu()
+    expected = source.model(ids.to(input_device(source.model)), use_cache=False).logits.float().cpu()
     actual = rotated(ids, use_cache=False).logits.float()
     kl = kl_div(actual.log_softmax(-1), expected.log_softmax(-1), reduction="sum", log_target=True).item() / len(
         window

@@ -13,7 +13,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from evaluation.perplexity import adds_bos
+from evaluation.perplexity import adds_bos, input_device
 
 
 # Constants, so that the text depends on the seed and the number of tokens alone
@@ -57,8 +57,8 @@ def sample_windows(
         ticker = StoppingCriteriaList([_Ticker(progress, task)])
         sampled = [
             model.generate(
-                torch.full((rows, 1), start, device=model.device),
-                attention_mask=torch.ones(rows, 1, dtype=torch.long, device=model.device),
+                torch.full((rows, 1), start, device=input_device(model)),
+                attention_mask=torch.ones(rows, 1, dtype=torch.long, device=input_device(model)),
                 do_sample=True,
                 temperature=TEMPERATURE,
                 top_k=0,

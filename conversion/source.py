@@ -96,7 +96,22 @@ def output_dtype(stored: torch.dtype, requested: str) -> torch.dtype:
     return stored if requested == "auto" else getattr(torch, requested)
 
 
-class StoredTensors(Mapping):
+class LazyTensors(Mapping):
+    """Tensors by name, each made when it is asked for; `names` alone says which there are."""
+
+    names: list[str]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+class StoredTensors(LazyTensors):
     """The tensors of safetensors files by name, each read when it is asked for."""
 
     def __init__(self, files: list[Path]):
@@ -109,16 +124,11 @@ class StoredTensors(Mapping):
                     self.shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
             except SafetensorError as error:
                 raise ValueError(f"{file} is damaged ({error}): complete the download") from error
+        self.names = list(self.shapes)
 
     def __getitem__(self, name: str) -> Tensor:
         with safe_open(self._files[name], "pt") as opened:
             return opened.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
 
 
 class WithZeroOutputBias(StoredTensors):
@@ -128,6 +138,7 @@ class WithZeroOutputBias(StoredTensors):
         super().__init__(files)
         self._zeros = [f"model.layers.{layer}.self_attn.o_proj.bias" for layer in range(config.num_hidden_layers)]
         self.shapes |= {name: [config.hidden_size] for name in self._zeros}
+        self.names += self._zeros
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._zeros:
@@ -148,7 +159,6 @@ def read_source(name: str, placement: dict | None = None) -> Source:
         source = _read_folder(name, path if path.is_dir() else _download(name))
     source.placement = placement or {}
     _repair_generation_config(source)
-    _settle_tokenizer(source)
     _make_portable(source.tokenizer, source.config)
     return source
 
@@ -202,22 +212,20 @@ def _repair_generation_config(source: Source):
     )
 
 
-def _settle_tokenizer(source: Source):
-    """Every id that the tokenizer may give must have a row; a padding id without one is exchanged."""
-    config, rows = source.config, source.config.vocab_size
-    vocabulary = source.tokenizer.get_vocab()
-    token, largest = max(vocabulary.items(), key=lambda item: item[1])
+def _settle_vocabulary(name: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Every id that the tokenizer may give must have a row; a padding id without one is exchanged. Returns notes."""
+    rows = config.vocab_size
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if largest >= rows:
         raise ValueError(
-            f"{source.name}: the tokenizer gives {token!r} the id {largest}, but the embeddings have {rows} rows: "
+            f"{name}: the tokenizer gives {token!r} the id {largest}, but the embeddings have {rows} rows: "
             f"remove it from the tokenizer, or add rows first (model.resize_token_embeddings({largest + 1}))"
         )
     pad = config.pad_token_id
-    if pad is not None and not 0 <= pad < rows:
-        config.pad_token_id = source.tokenizer.pad_token_id
-        source.notes.append(
-            f"pad_token_id was {pad}, which is no row of the embeddings: now {config.pad_token_id} (the tokenizer's)"
-        )
+    if pad is None or 0 <= pad < rows:
+        return []
+    config.pad_token_id = tokenizer.pad_token_id
+    return [f"pad_token_id was {pad}, which is no row of the embeddings: now {config.pad_token_id} (the tokenizer's)"]
 
 
 def _read_gguf_source(name: str, path: Path) -> Source:
@@ -244,6 +252,9 @@ def _read_gguf_source(name: str, path: Path) -> Source:
 def _read_folder(name: str, folder: Path) -> Source:
     stated, config, own_config = _read_config(folder)
     files = weight_files(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    notes = _settle_vocabulary(name, own_config, tokenizer)
+    config.pad_token_id = own_config.pad_token_id
     tensors = WithZeroOutputBias(files, config) if own_config.model_type == "qwen2" else StoredTensors(files)
     recomputed = [key for key in tensors if key.endswith(RECOMPUTED_SUFFIX)]
     _settle_tie(config, tensors, is_stated="tie_word_embeddings" in stated)
@@ -254,7 +265,7 @@ def _read_folder(name: str, folder: Path) -> Source:
         name,
         config,
         tensors,
-        AutoTokenizer.from_pretrained(folder),
+        tokenizer,
         _generation_config(folder),
         open_model=lambda **placement: AutoModelForCausalLM.from_pretrained(
             folder, config=own_config, dtype="auto", **placement
@@ -263,6 +274,7 @@ def _read_folder(name: str, folder: Path) -> Source:
         license=_license(folder / "README.md"),
         legal_files=_legal_files(folder),
         recomputed=recomputed,
+        notes=notes,
     )
 
 

@@ -26,7 +26,7 @@ class Texts:
         self.source, self.length = source, window_length
         self._wanted = {purpose: (text, count) for purpose, (text, count) in wanted.items() if count}
         limit = source.config.max_position_embeddings
-        if self.length > limit:
+        if self._wanted and self.length > limit:
             raise ValueError(
                 f"window_length is {self.length}, but the source has {limit} positions: give --window_length {limit}"
             )

@@ -124,14 +124,21 @@ def text_windows(
     return torch.tensor([bos + stream[start : start + num_text_tokens] for start in starts])
 
 
-def _logits(model: PreTrainedModel, windows: Tensor) -> Tensor:
-    return model(input_ids=windows.to(model.device), use_cache=False).logits[:, :-1].float()
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where token ids go: the embeddings' device, or the CPU where accelerate fetches the embeddings from disk."""
+    device = model.get_input_embeddings().weight.device
+    return torch.device("cpu") if device.type == "meta" else device
 
 
-def _total_loss(logits: Tensor, windows: Tensor) -> float:
-    targets = windows[:, 1:].to(logits.device)
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.double().sum().item()
+def _rows(model: PreTrainedModel, windows: Tensor) -> Iterator[Tensor]:
+    """Log probabilities of each window's next tokens, (T - 1, vocabulary) in fp32: one window's at a time in memory."""
+    for logits in model(input_ids=windows.to(input_device(model)), use_cache=False).logits:
+        yield logits[:-1].float().log_softmax(-1)
+
+
+def _loss(log_probabilities: Tensor, window: Tensor) -> float:
+    targets = window[1:, None].to(log_probabilities.device)
+    return -log_probabilities.gather(-1, targets).double().sum().item()
 
 
 def _batches(model: PreTrainedModel, windows: Tensor, batch_size: int, description: str) -> Iterator[Tensor]:
@@ -152,7 +159,8 @@ def _perplexity(total_loss: float, windows: Tensor) -> Perplexity:
 def perplexity(model: PreTrainedModel, windows: Tensor, batch_size: int = 4) -> Perplexity:
     """Perplexity of a causal language model on windows from `text_windows`."""
     batches = _batches(model, windows, batch_size, "perplexity")
-    return _perplexity(sum(_total_loss(_logits(model, batch), batch) for batch in batches), windows)
+    total = sum(_loss(row, window) for batch in batches for row, window in zip(_rows(model, batch), batch))
+    return _perplexity(total, windows)
 
 
 @torch.no_grad()
@@ -161,10 +169,10 @@ def compare(reference: PreTrainedModel, model: PreTrainedModel, windows: Tensor,
     reference.eval()
     reference_loss = model_loss = kl = 0.0
     for batch in _batches(model, windows, batch_size, "comparing with the source"):
-        expected, actual = _logits(reference, batch), _logits(model, batch)
-        reference_loss += _total_loss(expected, batch)
-        model_loss += _total_loss(actual, batch)
-        expected, actual = expected.log_softmax(-1), actual.log_softmax(-1)
-        kl += torch.nn.functional.kl_div(actual, expected, reduction="sum", log_target=True).double().item()
+        for expected, actual, window in zip(_rows(reference, batch), _rows(model, batch), batch):
+            expected = expected.to(actual.device)
+            reference_loss += _loss(expected, window)
+            model_loss += _loss(actual, window)
+            kl += torch.nn.functional.kl_div(actual, expected, reduction="sum", log_target=True).double().item()
     result = _perplexity(model_loss, windows)
     return Comparison(_perplexity(reference_loss, windows), result, kl / result.num_tokens)

@@ -28,6 +28,7 @@ from conversion.source import read_source
 from evaluation.perplexity import read_documents, text_windows
 
 
+NUM_WINDOWS = {"C4": 40, "WikiText-2": 20}
 LAMBDA_1 = ["--attention_lambda", "1", "--mlp_lambda", "1"]
 SETUPS = {
     "default": [],
@@ -71,7 +72,7 @@ def make(names: list[str], gguf: str, output: Path):
 
 
 @torch.no_grad()
-def compare(folders: list[Path], gguf: str, num_windows: int) -> dict:
+def compare(folders: list[Path], gguf: str) -> dict:
     """Perplexity over the source's and KL of each folder, the source's logits computed once for all of them."""
     source = read_source(gguf)
     models = {folder.name: AutoModelForCausalLM.from_pretrained(folder) for folder in folders}
@@ -79,6 +80,7 @@ def compare(folders: list[Path], gguf: str, num_windows: int) -> dict:
     texts = {"C4": f"{data / 'c4_en_valid.jsonl'}[100:]", "WikiText-2": str(data / "wikitext2_raw_test.txt")}
     results: dict = {}
     for text, path in texts.items():
+        num_windows = NUM_WINDOWS[text]
         windows = text_windows(source.tokenizer, read_documents(path), 512, num_windows)
         sums = {name: [0.0, 0.0] for name in models}
         loss = 0.0
@@ -104,8 +106,9 @@ def main():
         [sys.executable, "runs/find_smollm2.py"], capture_output=True, text=True, check=True
     ).stdout.strip()
     names = sys.argv[2:] or list(SETUPS)
-    make([name for name in names if name in SETUPS and not (output / name).exists()], gguf, output)
-    results = compare([output / name for name in names], gguf, num_windows=40)
+    if missing := [name for name in names if not (output / name).exists()]:
+        make(missing, gguf, output)
+    results = compare([output / name for name in names], gguf)
     table = Table("set-up", *(f"{text}: ratio, KL" for text in results))
     for name in names:
         table.add_row(name, *(f"{found[name]['ratio']:.4f}  {found[name]['kl']:.4f}" for found in results.values()))

@@ -26,7 +26,7 @@ from .arguments import (
     parse_command,
 )
 from .calibration import Basis, OriginalBasis
-from .choice import candidates, choose, explain, first_choice, graft_of, measured_costs
+from .choice import MARGIN, candidates, choose, explain, first_choice, graft_of, measured_costs
 from .export import PlainTensors, fit_plain_gains, plain_config
 from .graft import GraftedTensors, Sites, bhyt_config, fit_sites
 from .heal import heal_model, trained_tensors
@@ -97,7 +97,8 @@ def graft(arguments: GraftArguments):
             if verdict is None or verdict.passed or not arguments.is_auto:
                 break
             assert verdict.allowed is not None
-            target *= 0.9 * verdict.allowed / verdict.rise
+            print(f"rise of perplexity {verdict.sentence()}: choosing again")
+            target *= MARGIN * verdict.allowed / verdict.rise
         report = start_report(
             arguments,
             source,

@@ -37,6 +37,8 @@ LAMBDAS = {
 }
 # A few of them draw the curve of the basis that was not chosen
 CURVE = {"rotated": (1.0, 1.5, 2.0), "original": (0.125, 0.25, 0.5, 1.0, 2.0)}
+# The part of a target that lambda may use up: unseen text may cost more than predicted
+MARGIN = 0.9
 # Windows that sensitivity is measured on: a backward pass costs three forward ones
 NUM_COST_WINDOWS = 4
 Costs = dict[SiteKey, dict[Candidate, float]]
@@ -162,7 +164,7 @@ class Choice:
 def choose(costs: Costs, arguments: GraftArguments, target: float) -> Choice:
     """As few exact layers as `target` nats a token allow at the smallest lambdas, then lambdas as large as it allows.
 
-    What the user set by hand is spent besides. Layers are made exact in the order of what that saves; lambdas are raised in the order of what a raise costs.
+    The last tenth of the target is left to the predictions' errors. What the user set by hand is spent besides. Layers are made exact in the order of what that saves; lambdas are raised in the order of what a raise costs.
     """
     mine = {key: {option: costs[key][option] for option in open_options(arguments, key[1], key[0])} for key in costs}
     lambdas = {key: open_lambdas(arguments, key[1], key[0]) for key in mine}
@@ -192,7 +194,7 @@ def choose(costs: Costs, arguments: GraftArguments, target: float) -> Choice:
             if larger := [lam for lam in lambdas[key] if lam > option.lam]:
                 raised = option._replace(lam=larger[0])
                 rise = cost(key, raised) - cost(key, option)
-                if total + rise <= target:
+                if total + rise <= MARGIN * target:
                     found.append((rise / math.log(raised.lam / option.lam), rise, key, raised))
         return found
 

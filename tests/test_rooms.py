@@ -71,7 +71,9 @@ def test_readme_snippets_run_in_their_order(tmp_path):
     byte_tokenizer().save_pretrained(source)
     load, fine_tune = snippets("python")
     (convert,) = (snippet for snippet in snippets("bash") if "conversion graft" in snippet)
-    lines = [line.replace("python ", f"{sys.executable} ", 1) for line in convert.splitlines()]
+    (after,) = (snippet for snippet in snippets("bash") if "conversion heal" in snippet)
+    shell = convert + after.replace("SOURCE", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    lines = [line.replace("python ", f"{sys.executable} ", 1) for line in shell.splitlines()]
     lines.append(f"{sys.executable} -c '{load.replace('your-name/smollm2-bhyt', 'smollm2-bhyt')}'")
     # The machine may have no accelerator: README says how then
     on_cpu = fine_tune.replace("trust_remote_code=True", "trust_remote_code=True, use_cpu=True, bf16=False")
@@ -79,6 +81,8 @@ def test_readme_snippets_run_in_their_order(tmp_path):
     done = subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "smollm2-bhyt-sft" / "modeling_bhyt.py").is_file()
+    assert (tmp_path / "smollm2-healed" / "modeling_bhyt.py").is_file()
+    assert '"model_type": "llama"' in (tmp_path / "smollm2-plain" / "config.json").read_text()
 
 
 def test_a_transformers_that_is_too_old_is_refused_in_one_sentence(monkeypatch):

@@ -4,7 +4,7 @@ BIN := .venv/bin
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/'
 
-demo: .venv/installed  ## graft BHyT into SmolLM2-135M and ask it a question (about 6 minutes)
+demo: .venv/installed  ## graft BHyT into SmolLM2-135M and ask it a question (about 5 minutes)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh runs/smollm2_135m.sh demo
 
 test: .venv/installed  ## every test (about 5 minutes)

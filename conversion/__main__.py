@@ -30,18 +30,8 @@ from .choice import MARGIN, candidates, choose, explain, first_choice, graft_of,
 from .export import PlainTensors, fit_plain_gains, plain_config
 from .graft import GraftedTensors, Sites, bhyt_config, fit_sites
 from .heal import heal_model, trained_tensors
-from .report import (
-    NATURAL_SHARE,
-    Verdict,
-    examine,
-    figures,
-    save_report,
-    save_windows,
-    show,
-    start_report,
-    summary_rows,
-    with_measurement,
-)
+from .measuring import NATURAL_SHARE, Verdict, examine, figures
+from .report import save_report, save_windows, show, start_report, summary_rows, with_measurement
 from .rotation import RotatedBasis, Rotation, check_rotation, rotate
 from .saving import check_place, save_checkpoint, save_whole, shard_bytes
 from .source import Source, read_bhyt, read_source

@@ -12,7 +12,8 @@ from modeling_bhyt.normalization_bhyt import mean_square
 
 from .calibration import NORM_OF_SITE, GainFit, watch_norms
 from .graft import norm_name
-from .source import LazyTensors, Source
+from .source import Source
+from .tensors import LazyTensors
 
 
 FINAL_NORM = "model.norm.weight"

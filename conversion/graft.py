@@ -23,7 +23,8 @@ from .calibration import (
     run_over,
     tanh_of_site,
 )
-from .source import LazyTensors, Source, output_dtype
+from .source import Source
+from .tensors import LazyTensors, output_dtype
 
 
 @dataclass

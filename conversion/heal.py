@@ -15,7 +15,7 @@ from modeling_bhyt import BHyTLlamaForCausalLM
 from modeling_bhyt.normalization_bhyt import BHyT, EstimatingSite, mean_square
 
 from .arguments import HealingArguments
-from .source import StoredTensors, weight_files
+from .tensors import StoredTensors, weight_files
 
 
 # Steps of a matrix and of a LoRA factor at learning_rate 1; vectors and numbers step in proportion to their own size

@@ -7,9 +7,10 @@ from modeling_bhyt import BHyTLlamaConfig
 
 from .arguments import ExportArguments, GraftArguments, HealArguments
 from .calibration import Basis
-from .report import site_meter
+from .measuring import site_meter
 from .rotation import HEAD
-from .source import Source, output_dtype
+from .source import Source
+from .tensors import output_dtype
 from .texts import Texts
 
 

@@ -25,7 +25,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from evaluation.perplexity import input_device
 
-from .source import LazyTensors, Source, output_dtype
+from .source import Source
+from .tensors import LazyTensors, output_dtype
 
 
 EMBEDDINGS, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"

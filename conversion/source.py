@@ -1,8 +1,7 @@
 """Reads a plain Llama checkpoint: a folder of safetensors, a GGUF file or a Hub id. Refuses what it cannot carry over."""
 
 import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import torch
 from huggingface_hub import ModelCard, snapshot_download
 from rich.progress import track
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -29,6 +27,7 @@ from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM
 from .calibration import NORM_OF_SITE
 from .families import llama_config
 from .gguf_source import read_gguf
+from .tensors import StoredTensors, WithZeroOutputBias, read_json, weight_files
 
 
 NORM_SUFFIXES = tuple(f".{name}.weight" for name in NORM_OF_SITE.values())
@@ -92,60 +91,6 @@ class Source:
         return None if Path(self.name).exists() else self.name
 
 
-def output_dtype(stored: torch.dtype, requested: str) -> torch.dtype:
-    return stored if requested == "auto" else getattr(torch, requested)
-
-
-class LazyTensors(Mapping):
-    """Tensors by name, each made when it is asked for; `names` alone says which there are."""
-
-    names: list[str]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-
-class StoredTensors(LazyTensors):
-    """The tensors of safetensors files by name, each read when it is asked for."""
-
-    def __init__(self, files: list[Path]):
-        self._files: dict[str, Path] = {}
-        self.shapes: dict[str, list[int]] = {}
-        for file in files:
-            try:
-                with safe_open(file, "pt") as opened:
-                    self._files |= dict.fromkeys(opened.keys(), file)
-                    self.shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-            except SafetensorError as error:
-                raise ValueError(f"{file} is damaged ({error}): complete the download") from error
-        self.names = list(self.shapes)
-
-    def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._files[name], "pt") as opened:
-            return opened.get_tensor(name)
-
-
-class WithZeroOutputBias(StoredTensors):
-    """Qwen2's tensors as Llama's: the o projection, which has no bias there, gets one of 0."""
-
-    def __init__(self, files: list[Path], config: LlamaConfig):
-        super().__init__(files)
-        self._zeros = [f"model.layers.{layer}.self_attn.o_proj.bias" for layer in range(config.num_hidden_layers)]
-        self.shapes |= {name: [config.hidden_size] for name in self._zeros}
-        self.names += self._zeros
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name in self._zeros:
-            return torch.zeros(self.shapes[name], dtype=self["model.norm.weight"].dtype)
-        return super().__getitem__(name)
-
-
 def read_source(name: str, placement: dict | None = None) -> Source:
     """Opens the checkpoint and checks it whole. `placement` (device_map, max_memory) says where its model will stand.
 
@@ -170,7 +115,7 @@ def read_bhyt(name: str, placement: dict | None = None) -> Source:
         ValueError: no such checkpoint.
     """
     folder = Path(name)
-    stated = _read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    stated = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     if stated.get("model_type") != BHyTLlamaConfig.model_type:
         raise ValueError(f"{name} is no folder of a BHyT checkpoint: `python -m conversion graft` makes one")
     config, files = BHyTLlamaConfig.from_pretrained(folder), weight_files(folder)
@@ -321,37 +266,11 @@ def _read_config(folder: Path) -> tuple[dict, LlamaConfig, PretrainedConfig]:
         raise ValueError(f"{folder} holds an adapter: merge it into its base model first (PEFT: merge_and_unload)")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: give the folder of a Llama checkpoint")
-    values = _read_json(folder / "config.json")
+    values = read_json(folder / "config.json")
     if values.get("quantization_config"):
         method = values["quantization_config"].get("quant_method", "unknown")
         raise ValueError(f"{folder} is quantised ({method}): dequantise it, or start from the original checkpoint")
     return values, *llama_config(values, folder)
-
-
-def _read_json(file: Path) -> dict:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} holds no JSON object")
-    return values
-
-
-def weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    # transformers takes the single file where there are both
-    if index.is_file() and not (folder / "model.safetensors").is_file():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
-    else:
-        names = ["model.safetensors"]
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        pickles = sorted(folder.glob("*.bin"))
-        hint = "; save its pickle as safetensors first" if pickles else ": complete the download"
-        raise ValueError(
-            f"{folder} lacks {', '.join(missing[:3])} ({len(missing)} of {len(names)} weight files){hint}"
-        )
-    return [folder / name for name in names]
 
 
 def _settle_tie(config: LlamaConfig, tensors: StoredTensors, is_stated: bool):

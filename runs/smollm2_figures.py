@@ -21,7 +21,7 @@ from conversion.__main__ import both_bases, graft_texts
 from conversion.arguments import GraftArguments, parse
 from conversion.choice import candidates, choose, graft_of, measured_costs
 from conversion.graft import GraftedTensors, Sites, fit_sites
-from conversion.report import NATURAL_SHARE
+from conversion.measuring import NATURAL_SHARE
 from conversion.rotation import rotate
 from conversion.saving import save_checkpoint
 from conversion.source import read_source

@@ -187,7 +187,7 @@ def export(arguments: ExportArguments):
         verdict = None
         if measurement is not None:
             verdict = Verdict.of(measurement.comparison, texts.is_sampled("report"), arguments.budget, by_hand=0.0)
-        report = start_report(arguments, source, texts.names)
+        report = start_report(arguments, source, texts.names, tensors=tensors.account())
         report = with_measurement(report, measurement, windows["report"], verdict)
         finish(folder, report, source, windows["report"], texts, arguments.force)
     deliver(report, arguments)

@@ -86,7 +86,16 @@ class PlainTensors(LazyTensors):
     def __init__(self, source: Source, gains: dict[str, Tensor]):
         self._tensors, self._gains = source.tensors, gains
         own = (".lam", ".variance_ratio", ".variance_offset")
-        self.names = [name for name in source.tensors if not name.endswith(own)]
+        self.left_out = [name for name in source.tensors if name.endswith(own)]
+        self.names = [name for name in source.tensors if name not in self.left_out]
+
+    def account(self) -> dict:
+        """Where each tensor of the model went, for the report."""
+        return {
+            "kept": len(self.names) - len(self._gains),
+            "replaced": len(self._gains),
+            "left_out": [f"{name} (no part of a Llama)" for name in self.left_out],
+        }
 
     def __getitem__(self, name: str) -> Tensor:
         stored = self._tensors[name]

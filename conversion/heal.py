@@ -112,6 +112,7 @@ class RaiseLambda(TrainerCallback):
                 site.weight.div_(ratio)
 
 
+@torch.enable_grad()
 def heal_model(
     folder: Path, teacher: PreTrainedModel, windows: Tensor, arguments: HealingArguments
 ) -> BHyTLlamaForCausalLM:

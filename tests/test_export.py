@@ -38,6 +38,7 @@ def test_a_graft_comes_back_as_its_source(tmp_path, basis, tied):
     plain = LlamaForCausalLM.from_pretrained(tmp_path / "plain")
     assert (logits(plain) - logits(source)).abs().max() < 0.02 * logits(source).abs().max()
     assert report["verdict"]["passed"] and report["kl_nats_per_token"] < 1e-3
+    assert report["tensors"]["replaced"] == 6 and len(report["tensors"]["left_out"]) == 6
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     assert config["model_type"] == "llama" and config["architectures"] == ["LlamaForCausalLM"]
     assert "auto_map" not in config and "kappa" not in config and not list((tmp_path / "plain").glob("*.py"))

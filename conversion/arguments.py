@@ -136,7 +136,7 @@ class HealingArguments(OutputArguments):
     heal_tokens: int = _option(0, "Tokens to distil the source's logits on; 0 trains nothing.")
     heal_text: str | None = _option(None, "The text to heal on. Default: text sampled from the source model.")
     train: str = _option("norms", "What to train: gamma, lambda, r and c; LoRA besides; or all weights.", TRAINABLE)
-    learning_rate: float = _option(0.01, "Peak learning rate.")
+    learning_rate: float = _option(0.002, "Peak learning rate.")
     heal_batch_size: int = _option(4, "Windows a step.")
     freeze_lambda: bool = _option(False, "Leave lambda as it is.")
     target_lambda: float | None = _option(None, "Raise lambda to this at every site, in steps, while training.")

@@ -112,7 +112,7 @@ def site_costs(sites: Sites, bases: dict[str, Basis], windows: Tensor) -> Costs:
         gamma = sites.gammas[key].to(x.device).float()
         for name, basis in bases.items():
             state, y = sites.outputs(key, basis, x, own)
-            gradient = basis.gradient(g.float(), gamma) if basis.name == "rotated" else g.float()
+            gradient = basis.gradient(g.float(), gamma)
             for option, grafted in sites[key].items():
                 if option.basis == name:
                     t = sites.tanh(grafted, state, own, first)

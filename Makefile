@@ -7,7 +7,7 @@ help:  ## this list
 demo: .venv/installed  ## graft BHyT into SmolLM2-135M and ask it a question (about 5 minutes)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh runs/smollm2_135m.sh demo
 
-test: .venv/installed  ## every test (about 5 minutes)
+test: .venv/installed  ## every test (about 8 minutes)
 	$(BIN)/python -m pytest -rs
 
 test-floor: .venv-floor/installed  ## the model's tests under the oldest transformers that is supported

@@ -29,8 +29,8 @@ from .calibration import Basis, OriginalBasis
 from .choice import MARGIN, candidates, choose, explain, first_choice, graft_of, measured_costs
 from .export import PlainTensors, fit_plain_gains, plain_config
 from .graft import GraftedTensors, Sites, bhyt_config, fit_sites
-from .heal import heal_model, trained_tensors
-from .measuring import NATURAL_SHARE, Verdict, examine, figures
+from .heal import heal_model, last_checkpoint, trained_tensors
+from .measuring import NATURAL_SHARE, Measurement, Verdict, examine, figures
 from .report import save_report, save_windows, show, start_report, summary_rows, with_measurement
 from .rotation import RotatedBasis, Rotation, check_rotation, rotate
 from .saving import check_place, save_checkpoint, save_whole, shard_bytes
@@ -55,6 +55,8 @@ def graft(arguments: GraftArguments):
     base = rotate(source, arguments.seed, arguments.dtype) if arguments.basis == "rotated" else source
     config = bhyt_config(base, arguments, **first_choice(arguments))
     check_place(arguments, plans.graft_bytes(source, base, arguments.dtype))
+    if arguments.heal_tokens:
+        last_checkpoint(arguments)
     texts = graft_texts(source, arguments)
     if arguments.dry_run:
         print(plans.of_graft(arguments, source, config, texts))
@@ -80,10 +82,7 @@ def graft(arguments: GraftArguments):
                 folder, BHyTLlamaForCausalLM, grafted.config, tensors, source, shard_bytes(arguments, source)
             )
             measurement = examine(folder, source, basis, windows["report"], arguments)
-            verdict = None
-            if measurement is not None:
-                by_hand = choice.by_hand if arguments.is_auto else None
-                verdict = Verdict.of(measurement.comparison, texts.is_sampled("report"), arguments.budget, by_hand)
+            verdict = verdict_on(measurement, texts, arguments, choice.by_hand if arguments.is_auto else None)
             if verdict is None or verdict.passed or not arguments.is_auto:
                 break
             assert verdict.allowed is not None
@@ -110,6 +109,7 @@ def heal(arguments: HealArguments):
     """teacher and graft -> distil -> save -> compare what was saved with the teacher."""
     student = read_bhyt(arguments.model)
     check_place(arguments, student.num_bytes)
+    last_checkpoint(arguments)
     teacher = read_source(arguments.teacher, arguments.placement)
     report = read_report(arguments.model)
     basis = both_bases(teacher, report["settings"]["seed"])[report["settings"]["basis"]]
@@ -148,9 +148,7 @@ def heal_folder(
     tensors = trained_tensors(model, start)
     save_checkpoint(folder, BHyTLlamaForCausalLM, stored, tensors, teacher, shard_bytes(arguments, teacher))
     measurement = examine(folder, teacher, basis, windows["report"], arguments)
-    verdict = None
-    if measurement is not None:
-        verdict = Verdict.of(measurement.comparison, texts.is_sampled("report"), arguments.budget, by_hand=0.0)
+    verdict = verdict_on(measurement, texts, arguments, by_hand=0.0)
     healing = {
         "train": arguments.train,
         "num_tokens": windows["heal"].numel(),
@@ -184,9 +182,7 @@ def export(arguments: ExportArguments):
         tensors = PlainTensors(source, gains)
         save_checkpoint(folder, LlamaForCausalLM, config, tensors, source, shard_bytes(arguments, source))
         measurement = examine(folder, source, None, windows["report"], arguments)
-        verdict = None
-        if measurement is not None:
-            verdict = Verdict.of(measurement.comparison, texts.is_sampled("report"), arguments.budget, by_hand=0.0)
+        verdict = verdict_on(measurement, texts, arguments, by_hand=0.0)
         report = start_report(arguments, source, texts.names, tensors=tensors.account())
         report = with_measurement(report, measurement, windows["report"], verdict)
         finish(folder, report, source, windows["report"], texts, arguments.force)
@@ -219,6 +215,15 @@ def verify(arguments: VerifyArguments) -> int:
     found = differences(stated, recomputed)
     show_differences(found, len(flatten(stated)))
     return 1 if found else 0
+
+
+def verdict_on(
+    measurement: Measurement | None, texts: Texts, arguments: OutputArguments, by_hand: float | None
+) -> Verdict | None:
+    """None where nothing was measured; `by_hand` as in Verdict.of."""
+    if measurement is None:
+        return None
+    return Verdict.of(measurement.comparison, texts.is_sampled("report"), arguments.budget, by_hand)
 
 
 def both_bases(source: Source, seed: int) -> dict[str, Basis]:

@@ -121,6 +121,12 @@ def fit_ratio_and_offset(block_input: Tensor, second_site: Tensor) -> tuple[floa
     return r.item(), c.item()
 
 
+def norm_in_basis(basis: Basis, gamma: Tensor, x: Tensor, own: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x, y) of a source's RMSNorm as `basis` shows them, fp32; `own` is the mean square of x."""
+    state = basis.state(x.float())
+    return state, basis.gain(gamma.to(x.device).float()) * state / torch.sqrt(own + eps)
+
+
 def tanh_of_site(x: Tensor, lam: float, kappa: float, ms: Tensor, eps: float) -> Tensor:
     """Equation 2 at gamma = 1."""
     return bhyt(x, torch.tensor(1.0), torch.tensor(lam), kappa, ms, eps)

@@ -164,7 +164,8 @@ class Choice:
 def choose(costs: Costs, arguments: GraftArguments, target: float) -> Choice:
     """As few exact layers as `target` nats a token allow at the smallest lambdas, then lambdas as large as it allows.
 
-    The last tenth of the target is left to the predictions' errors. What the user set by hand is spent besides. Layers are made exact in the order of what that saves; lambdas are raised in the order of what a raise costs.
+    The last tenth of the target is left to the predictions' errors. What the user set by hand is spent besides. Layers
+    are made exact in the order of what that saves; lambdas are raised in the order of what a raise costs.
     """
     mine = {key: {option: costs[key][option] for option in open_options(arguments, key[1], key[0])} for key in costs}
     lambdas = {key: open_lambdas(arguments, key[1], key[0]) for key in mine}

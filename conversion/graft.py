@@ -20,6 +20,7 @@ from .calibration import (
     GainFit,
     SiteKey,
     fit_ratio_and_offset,
+    norm_in_basis,
     run_over,
     tanh_of_site,
 )
@@ -104,9 +105,7 @@ class Sites(dict[SiteKey, dict[Candidate, GraftedSite]]):
 
     def outputs(self, key: SiteKey, basis: Basis, x: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         """(x, y) of the source's norm in `basis`, fp32."""
-        state = basis.state(x.float())
-        gamma = basis.gain(self.gammas[key].to(x.device).float())
-        return state, gamma * state / torch.sqrt(own + self.eps)
+        return norm_in_basis(basis, self.gammas[key], x, own, self.eps)
 
     def tanh(self, site: GraftedSite, state: Tensor, own: Tensor, block_input: Tensor) -> Tensor:
         return tanh_of_site(state, site.lam, self.kappa, site.statistic(own, block_input), self.eps)

@@ -112,6 +112,21 @@ class RaiseLambda(TrainerCallback):
                 site.weight.div_(ratio)
 
 
+def last_checkpoint(arguments: HealingArguments) -> str | None:
+    """Where healing goes on from; None for a fresh run. Asked before any work, and again when training starts.
+
+    Raises:
+        ValueError: checkpoints of an earlier run where none are to be resumed, or the other way round.
+    """
+    checkpoints = Path(f"{arguments.output}.checkpoints")
+    last = get_last_checkpoint(checkpoints) if checkpoints.is_dir() else None
+    if last and not arguments.resume:
+        raise ValueError(f"{checkpoints} holds a run that was stopped: go on with --resume, or remove it")
+    if arguments.resume and not last:
+        raise ValueError(f"{checkpoints} holds no checkpoint to resume from: leave out --resume")
+    return last
+
+
 @torch.enable_grad()
 def heal_model(
     folder: Path, teacher: PreTrainedModel, windows: Tensor, arguments: HealingArguments
@@ -121,28 +136,21 @@ def heal_model(
     r and c are trained whatever the configuration says, which keeps saying it; so is lambda, unless it is to stay.
 
     Raises:
-        ValueError: checkpoints of an earlier run where none are to be resumed, or the other way round; a loss that is
-            not finite.
+        ValueError: a loss that is not finite, and what `last_checkpoint` refuses.
     """
     learnable = {"learnable_variance": True} | ({"learnable_lambda": False} if arguments.freeze_lambda else {})
     student = BHyTLlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, **learnable)
     trained = _with_trainable(student, arguments.train)
-    checkpoints = Path(f"{arguments.output}.checkpoints")
-    last = get_last_checkpoint(checkpoints) if checkpoints.is_dir() else None
-    if last and not arguments.resume:
-        raise ValueError(f"{checkpoints} holds a run that was stopped: go on with --resume, or remove it")
-    if arguments.resume and not last:
-        raise ValueError(f"{checkpoints} holds no checkpoint to resume from: leave out --resume")
     trainer = Distillation(
         teacher,
         model=trained,
-        args=_training_arguments(checkpoints, arguments),
+        args=_training_arguments(arguments),
         train_dataset=[{"input_ids": row} for row in windows],
         callbacks=[RaiseLambda(student, arguments.target_lambda, arguments.lambda_steps)]
         if arguments.target_lambda
         else [],
     )
-    trainer.train(resume_from_checkpoint=last)
+    trainer.train(resume_from_checkpoint=last_checkpoint(arguments))
     if arguments.train == "lora":
         student = trained.merge_and_unload()
     with torch.no_grad():
@@ -166,9 +174,9 @@ def _with_trainable(student: BHyTLlamaForCausalLM, train: str) -> nn.Module:
     return model
 
 
-def _training_arguments(checkpoints: Path, arguments: HealingArguments) -> TrainingArguments:
+def _training_arguments(arguments: HealingArguments) -> TrainingArguments:
     return TrainingArguments(
-        str(checkpoints),
+        f"{arguments.output}.checkpoints",
         num_train_epochs=1,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=arguments.heal_batch_size,

@@ -16,7 +16,7 @@ from modeling_bhyt.configuration_bhyt import Site
 from modeling_bhyt.normalization_bhyt import mean_square
 
 from .arguments import MeasureArguments
-from .calibration import NORM_OF_SITE, Basis, SiteKey, tanh_of_site, watch_norms
+from .calibration import NORM_OF_SITE, Basis, SiteKey, norm_in_basis, tanh_of_site, watch_norms
 from .graft import GraftedSite, norm_name
 from .source import Source
 from .tensors import StoredTensors, weight_files
@@ -84,9 +84,7 @@ class SiteMeter:
         if site == "attention":
             self._block_input[layer] = own
         used = grafted.statistic(own, self._block_input[layer])
-        state = self.basis.state(x.float())
-        gamma = self.basis.gain(self.gammas[layer, site].to(x.device).float())
-        y = gamma * state / torch.sqrt(own + self.config.rms_norm_eps)
+        state, y = norm_in_basis(self.basis, self.gammas[layer, site], x, own, self.config.rms_norm_eps)
         t = tanh_of_site(state, grafted.lam, self.config.kappa, used, self.config.rms_norm_eps)
         gain = grafted.gain.to(grafted.dtype).to(x.device).float()
         log_error = torch.log(used / own)[:, 1:].double()

@@ -43,10 +43,14 @@ def with_measurement(
     """The report with what was measured in place of what stood there."""
     measured = figures(measurement)
     if measurement is not None and windows is not None:
-        measured["perplexity"]["windows_sha256"] = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
+        measured["perplexity"]["windows_sha256"] = digest(windows)
     if verdict is not None:
         measured["verdict"] = asdict(verdict) | {"passed": verdict.passed, "sentence": verdict.sentence()}
     return report | measured
+
+
+def digest(windows: Tensor) -> str:
+    return hashlib.sha256(windows.numpy().tobytes()).hexdigest()
 
 
 def save_windows(folder: Path, windows: Tensor):

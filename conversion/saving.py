@@ -21,12 +21,14 @@ from .source import Source
 
 
 def check_place(arguments: OutputArguments, num_bytes: int):
-    """Refuses an OUTPUT that exists, cannot be written or does not fit on the disk.
+    """Refuses an OUTPUT that exists, cannot be written or does not fit on the disk, and a shard size that is none.
 
     Raises:
         ValueError: with what to do instead.
     """
     output = Path(arguments.output)
+    if arguments.max_shard_size != AUTO:
+        parse_size(arguments.max_shard_size)
     if output.exists() and not arguments.overwrite:
         raise ValueError(f"OUTPUT {output} exists: choose another folder, or replace it with --overwrite")
     place = next(folder for folder in output.absolute().parents if folder.exists())

@@ -181,6 +181,7 @@ def _read_gguf_source(name: str, path: Path) -> Source:
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight")
     _check_finite(tensors)
+    notes = _settle_vocabulary(name, model.config, tokenizer)
     return Source(
         name,
         model.config,
@@ -191,6 +192,7 @@ def _read_gguf_source(name: str, path: Path) -> Source:
         files=_describe([path]),
         quantization=quantization,
         license=values.get("general.license"),
+        notes=notes,
     )
 
 

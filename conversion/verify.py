@@ -1,6 +1,5 @@
 """Recomputes what a report claims, and says where it differs."""
 
-import hashlib
 import json
 import math
 from pathlib import Path
@@ -10,7 +9,7 @@ from rich.table import Table
 from safetensors.torch import load_file
 from torch import Tensor
 
-from .report import WINDOWS
+from .report import WINDOWS, digest
 from .source import Source
 from .texts import Texts
 
@@ -32,10 +31,6 @@ def read_report(folder: str) -> dict:
             f"{folder} has no conversion_report.json: give the folder that a command of this project made"
         )
     return json.loads(file.read_text(encoding="utf-8"))
-
-
-def digest(windows: Tensor) -> str:
-    return hashlib.sha256(windows.numpy().tobytes()).hexdigest()
 
 
 def report_windows(folder: Path, report: dict, source: Source, report_text: str | None) -> Tensor:

@@ -30,7 +30,7 @@ def grafted(tmp_path):
 
 def heal(folder, *flags, output="healed"):
     words = [str(folder / "graft"), str(folder / output), "--teacher", str(folder / "source"), *TEXT, *HEAL_TEXT]
-    command.heal(parse(HealArguments, [*words, "--force", *flags]))
+    command.heal(parse(HealArguments, [*words, "--learning_rate", "0.01", "--force", *flags]))
     report = json.loads((folder / output / "conversion_report.json").read_text())
     return report, load_file(folder / output / "model.safetensors")
 

@@ -22,6 +22,7 @@ from transformers import (
 )
 from yaml import YAMLError
 
+from evaluation.checkpoint_settings import repair_generation_config, settle_vocabulary, unsaveable
 from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM
 
 from .calibration import NORM_OF_SITE
@@ -35,9 +36,6 @@ LEGAL_FILES = ["LICENSE*", "LICENCE*", "NOTICE*"]
 HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "README.md", *LEGAL_FILES]
 # Written by old versions of transformers, recomputed from the configuration since
 RECOMPUTED_SUFFIX = ".self_attn.rotary_emb.inv_freq"
-# Settings of generate that mean something only when it samples, or only when it searches with beams
-SAMPLING_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-BEAM_SETTINGS = ("early_stopping", "length_penalty")
 
 
 @dataclass
@@ -103,7 +101,8 @@ def read_source(name: str, placement: dict | None = None) -> Source:
     else:
         source = _read_folder(name, path if path.is_dir() else _download(name))
     source.placement = placement or {}
-    _repair_generation_config(source)
+    if source.generation_config is not None:
+        source.notes += repair_generation_config(name, source.generation_config)
     _make_portable(source.tokenizer, source.config)
     return source
 
@@ -133,46 +132,6 @@ def read_bhyt(name: str, placement: dict | None = None) -> Source:
     )
 
 
-def _repair_generation_config(source: Source):
-    """Unsets what transformers would refuse to save: settings of a mode of generation that is off."""
-    settings = source.generation_config
-    if settings is None:
-        return
-    try:
-        settings.validate(strict=True)
-        return
-    except ValueError:
-        unused: tuple[str, ...] = () if settings.do_sample else SAMPLING_SETTINGS
-        unused += BEAM_SETTINGS if settings.num_beams in (None, 1) else ()
-        unused += ("pad_token_id",) if settings.pad_token_id is not None and settings.pad_token_id < 0 else ()
-    dropped = [f"{name} = {getattr(settings, name)}" for name in unused if getattr(settings, name) is not None]
-    for name in unused:
-        setattr(settings, name, None)
-    try:
-        settings.validate(strict=True)
-    except ValueError as error:
-        raise _unsaveable(source.name, error) from error
-    source.notes.append(
-        f"generation_config.json: unset {', '.join(dropped)}, which its own mode of generation ignores"
-    )
-
-
-def _settle_vocabulary(name: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Every id that the tokenizer may give must have a row; a padding id without one is exchanged. Returns notes."""
-    rows = config.vocab_size
-    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    if largest >= rows:
-        raise ValueError(
-            f"{name}: the tokenizer gives {token!r} the id {largest}, but the embeddings have {rows} rows: "
-            f"remove it from the tokenizer, or add rows first (model.resize_token_embeddings({largest + 1}))"
-        )
-    pad = config.pad_token_id
-    if pad is None or 0 <= pad < rows:
-        return []
-    config.pad_token_id = tokenizer.pad_token_id
-    return [f"pad_token_id was {pad}, which is no row of the embeddings: now {config.pad_token_id} (the tokenizer's)"]
-
-
 def _read_gguf_source(name: str, path: Path) -> Source:
     if not path.is_file():
         raise ValueError(f"no GGUF file at {name}")
@@ -181,7 +140,7 @@ def _read_gguf_source(name: str, path: Path) -> Source:
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight")
     _check_finite(tensors)
-    notes = _settle_vocabulary(name, model.config, tokenizer)
+    notes = settle_vocabulary(name, model.config, tokenizer)
     return Source(
         name,
         model.config,
@@ -200,7 +159,7 @@ def _read_folder(name: str, folder: Path) -> Source:
     stated, config, own_config = _read_config(folder)
     files = weight_files(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    notes = _settle_vocabulary(name, own_config, tokenizer)
+    notes = settle_vocabulary(name, own_config, tokenizer)
     config.pad_token_id = own_config.pad_token_id
     tensors = WithZeroOutputBias(files, config) if own_config.model_type == "qwen2" else StoredTensors(files)
     recomputed = [key for key in tensors if key.endswith(RECOMPUTED_SUFFIX)]
@@ -231,12 +190,7 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
     try:
         return GenerationConfig.from_pretrained(folder)
     except ValueError as error:
-        raise _unsaveable(folder, error) from error
-
-
-def _unsaveable(name, error: ValueError) -> ValueError:
-    reason = " ".join(str(error).split())
-    return ValueError(f"{name}: generation_config.json would not be saved again; mend it first: {reason}")
+        raise unsaveable(folder, error) from error
 
 
 def _legal_files(folder: Path) -> list[Path]:

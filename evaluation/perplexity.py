@@ -55,14 +55,22 @@ class Comparison:
         return _exp(self.model.loss - self.reference.loss)
 
 
+def named_part(name: str) -> tuple[str, slice]:
+    """NAME[a:b] -> NAME, and which rows of it; a plain NAME is all of them."""
+    part = re.search(r"\[(\d*):(\d*)\]$", name)
+    if part is None:
+        return name, slice(None)
+    start, stop = (int(number) if number else None for number in part.groups())
+    return name[: part.start()], slice(start, stop)
+
+
 def read_documents(path: str) -> list[str]:
     """Reads a text file (one document), or JSONL with a `text` field; `FILE[a:b]` takes documents a to b of a JSONL.
 
     Raises:
         ValueError: no such file, no text in it, or a line that is not an object with `text`.
     """
-    part = re.search(r"\[(\d*):(\d*)\]$", path)
-    name, start, stop = (path[: part.start()], part[1], part[2]) if part else (path, "", "")
+    name, part = named_part(path)
     file = Path(name)
     if not file.is_file():
         raise ValueError(f"no text file at {name}: give a .txt or a .jsonl with a 'text' field")
@@ -85,7 +93,7 @@ def read_documents(path: str) -> list[str]:
             if not isinstance(text, str):
                 raise ValueError(f"{name}, line {number}: not a JSON object with a string 'text'")
             documents.append(text)
-    documents = documents[int(start) if start else None : int(stop) if stop else None]
+    documents = documents[part]
     if not any(document.strip() for document in documents):
         raise ValueError(f"{path} holds no text")
     return documents

@@ -1,0 +1,56 @@
+"""Puts right, at the start, what a checkpoint's settings would spoil at the end. Each function says what it changed."""
+
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+
+# Settings of generate that mean something only when it samples, or only when it searches with beams
+SAMPLING_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+BEAM_SETTINGS = ("early_stopping", "length_penalty")
+
+
+def repair_generation_config(name: str, settings: GenerationConfig) -> list[str]:
+    """Unsets what transformers would refuse to save: settings of a mode of generation that is off. Returns notes.
+
+    Raises:
+        ValueError: what no rule puts right.
+    """
+    try:
+        settings.validate(strict=True)
+        return []
+    except ValueError:
+        unused: tuple[str, ...] = () if settings.do_sample else SAMPLING_SETTINGS
+        unused += BEAM_SETTINGS if settings.num_beams in (None, 1) else ()
+        unused += ("pad_token_id",) if settings.pad_token_id is not None and settings.pad_token_id < 0 else ()
+    dropped = [f"{key} = {getattr(settings, key)}" for key in unused if getattr(settings, key) is not None]
+    for key in unused:
+        setattr(settings, key, None)
+    try:
+        settings.validate(strict=True)
+    except ValueError as error:
+        raise unsaveable(name, error) from error
+    return [f"generation_config.json: unset {', '.join(dropped)}, which its own mode of generation ignores"]
+
+
+def unsaveable(name, error: ValueError) -> ValueError:
+    reason = " ".join(str(error).split())
+    return ValueError(f"{name}: generation_config.json would not be saved again; mend it first: {reason}")
+
+
+def settle_vocabulary(name: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Every id that the tokenizer may give must have a row; a padding id without one is exchanged. Returns notes.
+
+    Raises:
+        ValueError: a token without a row.
+    """
+    rows = config.vocab_size
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= rows:
+        raise ValueError(
+            f"{name}: the tokenizer gives {token!r} the id {largest}, but the embeddings have {rows} rows: "
+            f"remove it from the tokenizer, or add rows first (model.resize_token_embeddings({largest + 1}))"
+        )
+    pad = config.pad_token_id
+    if pad is None or 0 <= pad < rows:
+        return []
+    config.pad_token_id = tokenizer.pad_token_id
+    return [f"pad_token_id was {pad}, which is no row of the embeddings: now {config.pad_token_id} (the tokenizer's)"]

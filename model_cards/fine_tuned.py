@@ -1,0 +1,42 @@
+"""Renders the card of a fine-tuned checkpoint from its results."""
+
+import re
+from pathlib import Path
+
+from .render import render, save_readme
+
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def fine_tuned_card(results: dict, rows: list[tuple[str, ...]], title: str, has_picture: bool) -> str:
+    """The card as text; `rows` are (what, before, after, change)."""
+    base, data = results["base"], results["data"]["data"]
+    is_bhyt = base["norm_type"] is not None
+    on_hub = bool(HUB_ID.fullmatch(base["name"]))
+    return render(
+        "fine_tuned.md",
+        title=title,
+        place=f"your-name/{title}",
+        source=f"[{base['name']}](https://huggingface.co/{base['name']})" if on_hub else base["name"],
+        base=base,
+        base_model=base["name"] if on_hub else None,
+        datasets=[part["name"] for part in results["data"].values() if HUB_ID.fullmatch(part["name"])],
+        tags=["sft", "trl", *(["bhyt", "custom_code"] if is_bhyt else [])],
+        is_bhyt=is_bhyt,
+        consent=", trust_remote_code=True" if is_bhyt else "",
+        data=data,
+        training=results["training"],
+        chat=results["chat"],
+        recipe=results["recipe"],
+        versions=results["versions"],
+        rows=rows,
+        answers=list(zip(results["before"]["answers"], results["after"]["answers"])),
+        has_picture=has_picture,
+    )
+
+
+def save_fine_tuned_card(folder: Path, results: dict, rows: list[tuple[str, ...]]):
+    """Writes README.md into a fine-tuned checkpoint's folder."""
+    has_picture = (folder / "training_log.png").is_file()
+    save_readme(folder, fine_tuned_card(results, rows, folder.resolve().name, has_picture))

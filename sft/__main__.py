@@ -1,0 +1,178 @@
+"""python -m sft: data -> SFTTrainer -> evaluation before and after -> card -> Hub."""
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from huggingface_hub.errors import StrictDataclassError
+from transformers.utils import logging
+from trl import ModelConfig, SFTConfig
+
+from model_cards.fine_tuned import save_fine_tuned_card
+from model_cards.publish import plan, publish
+
+
+from .arguments import ChatArguments, fail, parse
+from .base import adapter_config, freeze_constants, load_model, read_base
+from .chat import Tokenized, choose_chat, tokenize
+from .data import Conversations, read_conversations
+from .norm_callbacks import NormStatistics, RefreshConstants
+from .proof import Proof, text_of_proof
+from .results import gather_results, result_rows
+from .saving import (
+    BEFORE_FILE,
+    RESULTS_FILE,
+    check_place,
+    describe_run,
+    save_finished,
+    save_json,
+    start_run,
+)
+from .summary import show, summary_rows
+from .trainer import ChatTrainer, LogFiles, NotFinite, StopWhenAsked
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and left a checkpoint to resume from."""
+
+
+def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: ModelConfig):
+    """base, data -> chat -> trainer -> figures before -> train -> save -> figures after -> card -> Hub."""
+    check_place(training, arguments)
+    folder = Path(training.output_dir)
+    base = read_base(model_arguments, training)
+    windows = text_of_proof(arguments, base.tokenizer)
+    chat = choose_chat(base.tokenizer, training.chat_template_path)
+    texts = read_texts(arguments, training, chat)
+    _, _, rows = texts[0]
+    questions = texts[1][2].dataset if len(texts) > 1 else None
+    trainer = make_trainer(base, chat, rows, questions, arguments, training, model_arguments)
+    summary = summary_rows(base, chat, trainer, texts)
+    state = PartialState()
+    if state.is_main_process:
+        show(summary, "Fine-tuning")
+    if arguments.dry_run:
+        if state.is_main_process:
+            print(f"dry run: nothing was trained, and {folder} was not made")
+        return
+    with state.main_process_first():
+        start_run(training, arguments, describe_run(training, base, rows.dataset))
+
+    proof = Proof(
+        windows,
+        questions,
+        arguments.questions,
+        arguments.max_answer_tokens,
+        chat,
+        training.per_device_eval_batch_size,
+        training.bf16,
+    )
+    before = figures_before(folder, proof, trainer)
+    started = time.monotonic()
+    train(trainer, training)
+    minutes = (time.monotonic() - started) / 60
+
+    unfinished = folder / ".unfinished"
+    trainer.save_model(str(unfinished))
+    state.wait_for_everyone()
+    if not state.is_main_process:
+        return
+    finished = save_finished(unfinished, folder, base, chat, arguments)
+    after = proof.measure(finished)
+    settings = (arguments, training, model_arguments)
+    results = gather_results(base, chat, texts, summary, settings, trainer.state, (before, after), minutes)
+    save_json(folder / RESULTS_FILE, results)
+    save_fine_tuned_card(folder, results, result_rows(results))
+    show(result_rows(results), "What it did", ("", "before", "after", "change"))
+    print(f"{folder} is ready: AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)")
+
+
+def read_texts(arguments: ChatArguments, training: SFTConfig, chat) -> list[tuple[str, Conversations, Tokenized]]:
+    """(purpose, as read, as tokenized) of the conversations to train on and, where there are any, to evaluate on."""
+    wanted = [("data", arguments.data, arguments.data_split)]
+    if arguments.eval_data:
+        wanted.append(("evaluation", arguments.eval_data, arguments.eval_split))
+    texts = []
+    for purpose, name, split in wanted:
+        conversations = read_conversations(name, split)
+        texts.append((purpose, conversations, tokenize(conversations, chat, training.max_length)))
+    return texts
+
+
+def make_trainer(base, chat, rows: Tokenized, questions, arguments, training, model_arguments) -> ChatTrainer:
+    model = load_model(base, chat, model_arguments)
+    trainer = ChatTrainer(
+        model,
+        training,
+        train_dataset=rows.dataset,
+        eval_dataset=questions if training.eval_strategy != "no" else None,
+        processing_class=chat.tokenizer,
+        peft_config=adapter_config(model_arguments, model, arguments.train_norms),
+        callbacks=[NormStatistics(), LogFiles(Path(training.output_dir))],
+    )
+    freeze_constants(trainer.model)
+    if arguments.refresh_constants_every:
+        trainer.add_callback(RefreshConstants(arguments.refresh_constants_every))
+    return trainer
+
+
+def figures_before(folder: Path, proof: Proof, trainer: ChatTrainer) -> dict:
+    """Figures of the base, measured by the main process while the others wait; kept, so that a resumed run has them."""
+    file = folder / BEFORE_FILE
+    with PartialState().main_process_first():
+        if not file.is_file():
+            save_json(file, proof.measure(trainer.model))
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def train(trainer: ChatTrainer, training: SFTConfig):
+    """Trains to the end.
+
+    Raises:
+        Stopped: it was asked to stop earlier.
+        NotFinite: a loss or a gradient that is no number.
+    """
+    stop = StopWhenAsked(trainer.accelerator)
+    trainer.add_callback(stop)
+    try:
+        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    finally:
+        stop.restore()
+    if stop.stopped and trainer.state.global_step < trainer.state.max_steps:
+        raise Stopped(f"stopped after step {trainer.state.global_step}: go on with --resume_from_checkpoint last")
+
+
+def main():
+    # Answers may hold any character, whatever the terminal can show
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
+    logging.set_verbosity_error()
+    arguments, training, model_arguments = parse(sys.argv[1:])
+    # The trainer would upload every checkpoint by itself, with a card that is not right
+    to_hub, training.push_to_hub = training.push_to_hub, False
+    hub = (training.hub_model_id, bool(training.hub_private_repo), training.hub_revision)
+    folder = Path(training.output_dir)
+    try:
+        fine_tune(arguments, training, model_arguments)
+        if to_hub and PartialState().is_main_process:
+            print(plan(folder, *hub) if arguments.dry_run else f"uploaded: {publish(folder, *hub)}")
+    except StrictDataclassError as error:
+        fail(str(error).splitlines()[-1].strip().removeprefix("ValueError: "))
+    except NotFinite as broken:
+        fail(f"{broken}: nothing was saved after step {_last_step(folder)}; take a smaller learning_rate", code=1)
+    except Stopped as stopped:
+        fail(str(stopped), code=130)
+    except KeyboardInterrupt:
+        fail("interrupted: no checkpoint of the last steps; --resume_from_checkpoint last goes on from the one before", 130)
+    except (ValueError, OSError) as error:
+        fail(" ".join(str(error).split()))
+    finally:
+        shutil.rmtree(folder / ".finished", ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Arguments of `python -m sft`: TRL's SFTConfig and ModelConfig, and what they lack; the flag is the field is the YAML key."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import yaml
+from transformers.trainer_utils import get_last_checkpoint
+from trl import ModelConfig, SFTConfig, TrlParser
+
+
+SAVE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUESTIONS = (
+    "Give me three tips for staying awake in a long meeting.",
+    "Why is the sky blue?",
+    "Write a short poem about a lighthouse.",
+)
+# Options of TRL that would undo what this pipeline promises, each with what to do instead
+NOT_TAKEN = {
+    "hub_token": "it would be written into the checkpoints: set HF_TOKEN, or run `hf auth login`",
+    "assistant_only_loss": "every reply, and nothing else, is supervised anyway: leave it out",
+    "completion_only_loss": "every reply, and nothing else, is supervised anyway: leave it out",
+    "eos_token": "what ends a turn is read from the chat template: leave it out",
+    "pad_token": "set it in the tokenizer of the checkpoint",
+    "padding_free": "use --packing, whose documents stay apart",
+    "use_liger_kernel": "its kernels do not know these norms",
+    "lora_modules_to_save": "--train_norms adds the norms",
+}
+
+
+@dataclass
+class ChatArguments:
+    """Fine-tunes a BHyT (or plain Llama) checkpoint on conversations: python -m sft --config RECIPE.yaml [--flags]
+
+    data -> SFTTrainer -> evaluation before and after -> card -> Hub. All flags of TRL's SFTConfig and ModelConfig are
+    flags here too.
+    """
+
+    data: str = field(
+        default="",
+        metadata={
+            "help": "Conversations to train on: a .json, .jsonl or .parquet file, or a Hub id such as GAIR/lima. LIMA, "
+            "Alpaca, messages, ShareGPT and prompt/completion are recognised by their columns; NAME[a:b] takes rows a to b."
+        },
+    )
+    data_split: str = field(default="train", metadata={"help": "The split of `data`, where it comes from the Hub."})
+    eval_data: str | None = field(
+        default=None,
+        metadata={"help": "Conversations, or CommonsenseQA, to evaluate on during training and before and after it."},
+    )
+    eval_split: str = field(default="validation", metadata={"help": "The split of `eval_data`, on the Hub."})
+    perplexity_data: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Texts (.txt, or .jsonl with `text`; FILE[a:b]) whose perplexity shows what was forgotten."},
+    )
+    num_perplexity_windows: int = field(default=40, metadata={"help": "Windows of each of these texts."})
+    perplexity_window_length: int = field(default=512, metadata={"help": "Tokens a window."})
+    questions: list[str] = field(
+        default_factory=lambda: list(QUESTIONS), metadata={"help": "Asked before and after; answered greedily."}
+    )
+    max_answer_tokens: int = field(default=128, metadata={"help": "Tokens an answer at most; 0 asks nothing."})
+    train_norms: bool = field(
+        default=False,
+        metadata={"help": "With LoRA: train gains and lambda of the norms too. Without LoRA they are always trained."},
+    )
+    refresh_constants_every: int = field(
+        default=0,
+        metadata={
+            "help": "Recompute the estimator's constants every so many steps (BHyT only); 0 leaves them as they are."
+        },
+    )
+    merge_adapter: bool = field(
+        default=True, metadata={"help": "With LoRA: save the merged model. False saves the adapter alone."}
+    )
+    save_dtype: str = field(
+        default="auto",
+        metadata={"help": "dtype of the finished model; auto is the base checkpoint's.", "choices": SAVE_DTYPES},
+    )
+    overwrite: bool = field(default=False, metadata={"help": "Replace what stands in output_dir."})
+    dry_run: bool = field(default=False, metadata={"help": "Prepare everything, say what would be done, train nothing."})
+
+    def __post_init__(self):
+        if not self.data:
+            raise ValueError("data is missing: name a file or a Hub id, as in --data GAIR/lima")
+        for name, least in {
+            "num_perplexity_windows": 1,
+            "perplexity_window_length": 8,
+            "max_answer_tokens": 0,
+            "refresh_constants_every": 0,
+        }.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a whole number of at least {least}")
+
+
+class OneLineParser(TrlParser):
+    """Identical to TrlParser except: bad input gets one line, not the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+
+def parse(words: list[str]) -> tuple[ChatArguments, SFTConfig, ModelConfig]:
+    """Flags over the YAML of `--config` over the defaults. Exits with 2 and one line on any bad input."""
+    parser = OneLineParser((ChatArguments, SFTConfig, ModelConfig), prog="python -m sft", description=ChatArguments.__doc__)
+    # Losses that are not finite are to be seen; what a norm does is worth a log
+    parser.set_defaults(logging_nan_inf_filter=False, output_dir=None, lora_target_modules=["all-linear"])
+    if not torch.accelerator.is_available():
+        parser.set_defaults(use_cpu=True, bf16=False)
+    try:
+        chat, training, model = parser.parse_args_and_config(words)
+        _check(training, model)
+        training.resume_from_checkpoint = _checkpoint(training)
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        fail(" ".join(str(error).split()))
+    return chat, training, model
+
+
+def _check(training: SFTConfig, model: ModelConfig):
+    if not model.model_name_or_path:
+        raise ValueError("model_name_or_path is missing: name a folder or a Hub id")
+    if not training.output_dir:
+        raise ValueError("output_dir is missing: name the folder to make")
+    defaults = (SFTConfig.__dataclass_fields__, ModelConfig.__dataclass_fields__)
+    for name, remedy in NOT_TAKEN.items():
+        given, known = (training, defaults[0]) if name in defaults[0] else (model, defaults[1])
+        if getattr(given, name) not in (known[name].default, None, False):
+            raise ValueError(f"{name} is not taken here: {remedy}")
+    if training.packing and training.packing_strategy == "wrapped":
+        raise ValueError("packing_strategy 'wrapped' cuts conversations in two: use bfd")
+    if training.push_to_hub and not training.hub_model_id:
+        raise ValueError("push_to_hub needs a name on the Hub: give --hub_model_id name/model")
+    if model.load_in_4bit and not model.use_peft:
+        raise ValueError("load_in_4bit trains adapters alone: give --use_peft")
+
+
+def _checkpoint(training: SFTConfig) -> str | None:
+    """The checkpoint to go on from: a folder as named, or the last one for `true`, `last` or `latest`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    wanted = training.resume_from_checkpoint
+    if wanted in (None, False, "false", "False"):
+        return None
+    if wanted in (True, "true", "True", "last", "latest"):
+        folder = Path(training.output_dir)
+        if not (last := get_last_checkpoint(folder) if folder.is_dir() else None):
+            raise ValueError(f"{folder} holds no checkpoint to resume from: leave out --resume_from_checkpoint")
+        return last
+    if not (Path(wanted) / "trainer_state.json").is_file():
+        raise ValueError(f"{wanted} is no checkpoint of a run: give its folder, or `last`")
+    return wanted
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,39 @@
+"""The run's picture: the losses, and what training did to the norms."""
+
+from pathlib import Path
+
+import matplotlib
+
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt  # noqa: E402
+
+
+PANELS = {
+    "loss": ["loss", "eval_loss"],
+    "lambda": ["norms/lambda_min", "norms/lambda_max"],
+    "estimator's log error (largest)": ["norms/estimator_log_error"],
+    "share of tanh beyond 0.99": ["norms/saturated_share"],
+    "depth bound": ["norms/depth_effective_max", "norms/depth_limit"],
+}
+
+
+def draw_training(history: list[dict], file: Path):
+    """One panel for each group of PANELS that the log holds, over optimizer steps."""
+    known = {key for entry in history for key in entry}
+    panels = {title: [key for key in keys if key in known] for title, keys in PANELS.items()}
+    panels = {title: keys for title, keys in panels.items() if keys}
+    if not panels:
+        return
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.6), squeeze=False)
+    for axis, (title, keys) in zip(axes[0], panels.items()):
+        for key in keys:
+            points = [(entry["step"], entry[key]) for entry in history if key in entry]
+            axis.plot(*zip(*points), marker=".", label=key.removeprefix("norms/").replace("_", " "))
+        axis.set(xlabel="step", title=title)
+        axis.legend()
+    figure.tight_layout()
+    # Without the time of drawing, the same run gives the same bytes
+    figure.savefig(file, dpi=120, format="png", metadata={"Software": None})
+    plt.close(figure)

@@ -1,0 +1,136 @@
+"""The output folder: who may write there, what a run is, and the finished model."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from trl import SFTConfig
+
+from evaluation.checkpoint_settings import repair_generation_config
+
+from .arguments import ChatArguments
+from .base import LEGAL_FILES, Base, agree_on_tokens
+from .chat import Chat
+
+
+RUN_FILE, BEFORE_FILE, RESULTS_FILE = "run.json", "before.json", "results.json"
+# What a run leaves in its folder besides checkpoint-N
+OUTPUTS = (
+    *(RUN_FILE, BEFORE_FILE, RESULTS_FILE, "training_log.csv", "training_log.png", "training_args.bin"),
+    *("config.json", "generation_config.json", "chat_template.jinja", "adapter", "trainer_state.json"),
+    *("tokenizer*", "special_tokens_map.json", "model*.safetensors*", "adapter_*", "*_bhyt.py", ".unfinished", ".finished"),
+)
+
+
+def check_place(training: SFTConfig, arguments: ChatArguments):
+    """Refuses an output_dir that holds something, unless the run goes on there or may replace it.
+
+    Raises:
+        ValueError: with what to do instead.
+    """
+    folder = Path(training.output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"output_dir {folder} is a file: name a folder")
+    if training.resume_from_checkpoint or arguments.overwrite or not folder.is_dir() or not any(folder.iterdir()):
+        return
+    raise ValueError(
+        f"output_dir {folder} is not empty: choose another, go on with --resume_from_checkpoint last, or replace it "
+        "with --overwrite"
+    )
+
+
+def start_run(training: SFTConfig, arguments: ChatArguments, run: dict):
+    """Clears the place of a fresh run and writes down what it is; a run that goes on must be the same one.
+
+    Raises:
+        ValueError: what differs from the run that is to go on.
+    """
+    folder = Path(training.output_dir)
+    file = folder / RUN_FILE
+    if training.resume_from_checkpoint:
+        if not file.is_file():
+            return
+        former = json.loads(file.read_text(encoding="utf-8"))
+        if differing := sorted(name for name in run if former.get(name) != run[name]):
+            name = differing[0]
+            raise ValueError(
+                f"{folder} holds another run: its {name} was {former.get(name)!r}, not {run[name]!r}; give what it was "
+                "begun with, or choose another output_dir"
+            )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.overwrite:
+        for pattern in ("checkpoint-*", *OUTPUTS):
+            for old in folder.glob(pattern):
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+    save_json(file, run)
+
+
+def describe_run(training: SFTConfig, base: Base, rows: Dataset) -> dict:
+    """What makes a run the same run: its base, its data and the settings that shape the optimisation."""
+    names = ("seed", "max_length", "packing", "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_steps")
+    names += ("per_device_train_batch_size", "gradient_accumulation_steps", "weight_decay", "optim", "bf16", "fp16")
+    digest = hashlib.sha256(json.dumps(list(rows), sort_keys=True).encode()).hexdigest()
+    settings = {name: getattr(training, name) for name in names}
+    return {"base": base.name, "data_sha256": digest, **json.loads(json.dumps(settings, default=str))}
+
+
+def save_json(file: Path, content: dict):
+    partial = file.with_suffix(".tmp")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def save_finished(
+    trained: Path, folder: Path, base: Base, chat: Chat, arguments: ChatArguments
+) -> PreTrainedModel | PeftModel:
+    """Makes the folder's model of what the trainer saved in `trained`: merged, in its dtype, with the chat's settings.
+
+    Every file is written beside its place and moved there at the end, config.json last. Returns what was saved, loaded
+    from there.
+
+    Raises:
+        ValueError: a weight that is not finite.
+    """
+    staged = folder / ".finished"
+    shutil.rmtree(staged, ignore_errors=True)
+    is_adapter = (trained / "adapter_config.json").is_file()
+    if is_adapter and not arguments.merge_adapter:
+        shutil.copytree(trained, staged, ignore=shutil.ignore_patterns("training_args.bin", "README.md"))
+    else:
+        model = _open(trained, base)
+        model = model.merge_and_unload() if is_adapter else model
+        if broken := [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]:
+            raise ValueError(f"{broken[0]} is not finite after training ({len(broken)} tensors): nothing was saved")
+        repair_generation_config(base.name, model.generation_config)
+        agree_on_tokens(model, chat)
+        dtype = base.stored_dtype if arguments.save_dtype == "auto" else getattr(torch, arguments.save_dtype)
+        model.to(dtype).save_pretrained(staged)
+    chat.save(staged)
+    for file in (file for pattern in (*LEGAL_FILES, "conversion_report.*") for file in base.folder.glob(pattern)):
+        shutil.copy(file, staged)
+    names = sorted((path.name for path in staged.iterdir()), key=lambda name: name == "config.json")
+    for name in names:
+        (staged / name).replace(folder / name)
+    staged.rmdir()
+    if is_adapter and arguments.merge_adapter:
+        shutil.rmtree(folder / "adapter", ignore_errors=True)
+        (trained / "training_args.bin").unlink(missing_ok=True)
+        trained.replace(folder / "adapter")
+    else:
+        shutil.rmtree(trained)
+    return _open(folder, base)
+
+
+def _open(folder: Path, base: Base) -> PreTrainedModel | PeftModel:
+    """The model of a folder in fp32; an adapter on its base."""
+    if (folder / "adapter_config.json").is_file():
+        model = AutoModelForCausalLM.from_pretrained(base.name, config=base.config, dtype=torch.float32, **base.loading)
+        return PeftModel.from_pretrained(model, folder)
+    code = {"trust_remote_code": base.loading["trust_remote_code"]}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **code)

@@ -1,0 +1,101 @@
+"""SFTTrainer, and the callbacks that every run gets."""
+
+import csv
+import signal
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+from trl import SFTTrainer
+
+from .picture import draw_training
+
+
+class NotFinite(Exception):
+    """A loss or a gradient that is not a number: the run stops before the step, nothing broken is saved."""
+
+
+class ChatTrainer(SFTTrainer):
+    """Identical to SFTTrainer except:
+
+    - it stops before the step in which the loss or a gradient is not finite;
+    - it writes no card: the pipeline writes one that is right, at the end.
+    """
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        step = self.state.global_step + 1
+        if not loss.isfinite():
+            raise NotFinite(f"the loss became {loss.item()} in step {step}")
+        # fp16's scaler meets infinite gradients on purpose, and skips the step; DeepSpeed keeps gradients to itself
+        if self.accelerator.sync_gradients and self.accelerator.scaler is None and not self.is_deepspeed_enabled:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+            if not (norm.full_tensor() if isinstance(norm, DTensor) else norm).isfinite():
+                raise NotFinite(f"a gradient is not finite in step {step}")
+        return loss
+
+    def create_model_card(self, *args, **kwargs):
+        pass
+
+
+class StopWhenAsked(TrainerCallback):
+    """The first Ctrl-C (or SIGTERM) ends the run after the step, with a checkpoint to resume from; the second at once."""
+
+    def __init__(self, accelerator):
+        self.accelerator = accelerator
+        self.was_asked = False
+        self.stopped = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._former = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.restore()
+
+    def restore(self):
+        for number, handler in getattr(self, "_former", {}).items():
+            signal.signal(number, handler)
+        self._former = {}
+
+    def _ask(self, number, frame):
+        if self.was_asked:
+            raise KeyboardInterrupt
+        self.was_asked = True
+        print("stopping after this step, with a checkpoint; once more stops at once", flush=True)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # Every process has to stop at the same step, whichever of them was asked
+        if self.was_asked:
+            self.accelerator.set_trigger()
+        if self.accelerator.check_trigger():
+            self.stopped = control.should_save = control.should_training_stop = True
+
+
+class LogFiles(TrainerCallback):
+    """Keeps training_log.csv and training_log.png in the output folder up to date, resumed runs included."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            write_csv(state.log_history, self.folder / "training_log.csv")
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            draw_training(state.log_history, self.folder / "training_log.png")
+
+    on_train_end = on_save
+
+
+def write_csv(history: list[dict], file: Path):
+    """One row a log entry, one column a key that any of them has."""
+    columns = ["step", "epoch"]
+    columns += sorted({key for entry in history for key in entry} - set(columns))
+    partial = file.with_suffix(".tmp")
+    with partial.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, columns)
+        writer.writeheader()
+        writer.writerows(history)
+    partial.replace(file)

@@ -317,7 +317,7 @@ class OneLineParser(HfArgumentParser):
 def parse(kind: type[Arguments], words: list[str]) -> Arguments:
     """Flags over the YAML of `--config` over the defaults. Exits with 2 and one line on any bad input."""
     command = f"python -m conversion {kind.command()}"
-    parser = OneLineParser(kind, prog=command, description=kind.__doc__)
+    parser = OneLineParser(kind, prog=command, description=kind.__doc__, allow_abbrev=False)
     metavar = " ".join(place.upper() for place in kind.places)
     parser.add_argument("given_places", nargs="*", metavar=metavar, help="the same as the flags of these names")
     early, unknown = parser.parse_known_args(words)

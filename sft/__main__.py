@@ -1,9 +1,12 @@
 """python -m sft: data -> SFTTrainer -> evaluation before and after -> card -> Hub."""
 
+import contextlib
+import io
 import json
 import shutil
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -17,7 +20,7 @@ from model_cards.publish import plan, publish
 
 
 from .arguments import ChatArguments, fail, parse
-from .base import adapter_config, freeze_constants, load_model, read_base
+from .base import Base, adapter_config, freeze_constants, load_model, read_base
 from .chat import Tokenized, choose_chat, tokenize
 from .data import Conversations, read_conversations
 from .norm_callbacks import NormStatistics, RefreshConstants
@@ -57,7 +60,10 @@ def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: Mo
         show(summary, "Fine-tuning")
     if arguments.dry_run:
         if state.is_main_process:
-            print(f"dry run: nothing was trained, and {folder} was not made")
+            # The trainer makes it
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            print("dry run: nothing was trained, nothing was written")
         return
     with state.main_process_first():
         start_run(training, arguments, describe_run(training, base, rows.dataset))
@@ -71,7 +77,7 @@ def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: Mo
         training.per_device_eval_batch_size,
         training.bf16,
     )
-    before = figures_before(folder, proof, trainer)
+    before = figures_before(folder, proof, base, trainer, arguments.figures_before)
     started = time.monotonic()
     train(trainer, training)
     minutes = (time.monotonic() - started) / 60
@@ -120,13 +126,23 @@ def make_trainer(base, chat, rows: Tokenized, questions, arguments, training, mo
     return trainer
 
 
-def figures_before(folder: Path, proof: Proof, trainer: ChatTrainer) -> dict:
-    """Figures of the base, measured by the main process while the others wait; kept, so that a resumed run has them."""
-    file = folder / BEFORE_FILE
+def figures_before(folder: Path, proof: Proof, base: Base, trainer: ChatTrainer, known: str | None) -> dict:
+    """Figures of the base: those of an earlier run where it is named, else measured by the main process while the others
+    wait. Kept, so that a resumed run has them.
+
+    Raises:
+        ValueError: `known` holds figures of something else.
+    """
+    file, digest = folder / BEFORE_FILE, proof.digest(base.name)
     with PartialState().main_process_first():
+        if known and not file.is_file():
+            shutil.copy(known, file)
         if not file.is_file():
-            save_json(file, proof.measure(trainer.model))
-    return json.loads(file.read_text(encoding="utf-8"))
+            save_json(file, {"of": digest, **proof.measure(trainer.model)})
+    figures = json.loads(file.read_text(encoding="utf-8"))
+    if figures.pop("of", None) != digest:
+        raise ValueError(f"{known or file} holds figures of another base, other texts or other questions: leave it out")
+    return figures
 
 
 def train(trainer: ChatTrainer, training: SFTConfig):
@@ -149,8 +165,11 @@ def train(trainer: ChatTrainer, training: SFTConfig):
 def main():
     # Answers may hold any character, whatever the terminal can show
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     logging.set_verbosity_error()
+    # TRL's own defaults raise them
+    warnings.simplefilter("ignore", FutureWarning)
     arguments, training, model_arguments = parse(sys.argv[1:])
     # The trainer would upload every checkpoint by itself, with a card that is not right
     to_hub, training.push_to_hub = training.push_to_hub, False
@@ -163,7 +182,7 @@ def main():
     except StrictDataclassError as error:
         fail(str(error).splitlines()[-1].strip().removeprefix("ValueError: "))
     except NotFinite as broken:
-        fail(f"{broken}: nothing was saved after step {_last_step(folder)}; take a smaller learning_rate", code=1)
+        fail(f"{broken}: the run stopped before it, and saved nothing of it; take a smaller learning_rate", code=1)
     except Stopped as stopped:
         fail(str(stopped), code=130)
     except KeyboardInterrupt:

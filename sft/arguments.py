@@ -61,6 +61,10 @@ class ChatArguments:
         default_factory=lambda: list(QUESTIONS), metadata={"help": "Asked before and after; answered greedily."}
     )
     max_answer_tokens: int = field(default=128, metadata={"help": "Tokens an answer at most; 0 asks nothing."})
+    figures_before: str | None = field(
+        default=None,
+        metadata={"help": "before.json of an earlier run from the same base with the same texts: not measured anew."},
+    )
     train_norms: bool = field(
         default=False,
         metadata={"help": "With LoRA: train gains and lambda of the norms too. Without LoRA they are always trained."},
@@ -103,7 +107,8 @@ class OneLineParser(TrlParser):
 
 def parse(words: list[str]) -> tuple[ChatArguments, SFTConfig, ModelConfig]:
     """Flags over the YAML of `--config` over the defaults. Exits with 2 and one line on any bad input."""
-    parser = OneLineParser((ChatArguments, SFTConfig, ModelConfig), prog="python -m sft", description=ChatArguments.__doc__)
+    kinds = (ChatArguments, SFTConfig, ModelConfig)
+    parser = OneLineParser(kinds, prog="python -m sft", description=ChatArguments.__doc__, allow_abbrev=False)
     # Losses that are not finite are to be seen; what a norm does is worth a log
     parser.set_defaults(logging_nan_inf_filter=False, output_dir=None, lora_target_modules=["all-linear"])
     if not torch.accelerator.is_available():

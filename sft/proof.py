@@ -1,5 +1,7 @@
 """What a fine-tune did, measured on the checkpoint before and on the one that was saved."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,6 +29,12 @@ class Proof:
     chat: Chat
     batch_size: int
     bf16: bool
+
+    def digest(self, base: str) -> str:
+        """What the figures of `base` depend on, as one word."""
+        asked = [base, self.questions, self.max_answer_tokens, self.chat.training_template, self.bf16]
+        asked += [{name: windows.tolist() for name, windows in self.windows.items()}, list(self.conversations or [])]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
     @contextmanager
     def _ready(self, model: PreTrainedModel) -> Iterator[None]:

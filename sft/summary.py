@@ -19,7 +19,7 @@ def summary_rows(
     texts: list[tuple[str, Conversations, Tokenized]],
 ) -> list[tuple[str, str]]:
     """The summary as (what, how); `texts` are (purpose, as read, as tokenized)."""
-    rows = [("base", f"{base.name} ({base.config.model_type}{_norm(base)})")]
+    rows = [("base", f"{base.published_name} ({base.config.model_type}{_norm(base)})")]
     rows += [("put right", note) for note in base.notes]
     for purpose, conversations, tokenized in texts:
         rows += _data_rows(purpose, conversations, tokenized)

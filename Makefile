@@ -7,6 +7,10 @@ help:  ## this list
 demo: .venv/installed  ## graft BHyT into SmolLM2-135M and ask it a question (about 5 minutes)
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh runs/smollm2_135m.sh demo
 
+demo-sft: .venv/installed  ## fine-tune the demo's graft on 64 rows of LIMA and ask it a question (under 5 minutes more)
+	test -f demo/smollm2-bhyt/config.json || $(MAKE) demo
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh runs/demo_sft.sh demo/smollm2-bhyt demo/smollm2-lima
+
 test: .venv/installed  ## every test (about 8 minutes)
 	$(BIN)/python -m pytest -rs
 
@@ -37,4 +41,4 @@ style: .venv/installed  ## put formatting and imports right
 	.venv-floor/bin/pip install -q transformers==5.4.0 accelerate pytest
 	touch $@
 
-.PHONY: help demo test test-floor check style
+.PHONY: help demo demo-sft test test-floor check style

@@ -105,22 +105,6 @@ class BlockStatistics:
         return first, second
 
 
-def fit_ratio_and_offset(block_input: Tensor, second_site: Tensor) -> tuple[float, float]:
-    """r, c >= 0 that minimise sum(((r m + c) / m' - 1)^2): non-negative least squares on the relative error.
-
-    With two unknowns the solution is the free one if it is non-negative, else the better of the two edges.
-    """
-    a, b = block_input / second_site, 1 / second_site
-    aa, ab, bb, at, bt = (a * a).sum(), (a * b).sum(), (b * b).sum(), a.sum(), b.sum()
-    candidates = [(at / aa, torch.zeros_like(at)), (torch.zeros_like(bt), bt / bb)]
-    determinant = aa * bb - ab * ab
-    if determinant > 1e-12 * aa * bb:
-        candidates.append(((bb * at - ab * bt) / determinant, (aa * bt - ab * at) / determinant))
-    feasible = [(r, c) for r, c in candidates if r >= 0 and c >= 0]
-    r, c = min(feasible, key=lambda rc: (rc[0] * a + rc[1] * b - 1).pow(2).sum().item())
-    return r.item(), c.item()
-
-
 def norm_in_basis(basis: Basis, gamma: Tensor, x: Tensor, own: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x, y) of a source's RMSNorm as `basis` shows them, fp32; `own` is the mean square of x."""
     state = basis.state(x.float())

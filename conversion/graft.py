@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modeling_bhyt import BHyTLlamaConfig
 from modeling_bhyt.configuration_bhyt import Site
-from modeling_bhyt.normalization_bhyt import attention_variance, mean_square
+from modeling_bhyt.normalization_bhyt import attention_variance, fit_ratio_and_offset, fit_sums, mean_square
 
 from .arguments import GraftArguments
 from .calibration import (
@@ -19,7 +19,6 @@ from .calibration import (
     Candidate,
     GainFit,
     SiteKey,
-    fit_ratio_and_offset,
     norm_in_basis,
     run_over,
     tanh_of_site,
@@ -164,7 +163,7 @@ def _fit_gains(sites: Sites, bases: dict[str, Basis], windows: Tensor | None, is
 def _ratio_and_offset(sites: Sites, layer: int, statistics: BlockStatistics) -> tuple[float, float]:
     arguments, config = sites.arguments, sites.base.config
     if arguments.variance_estimator == "fitted":
-        return fit_ratio_and_offset(*statistics.of_layer(layer))
+        return fit_ratio_and_offset(fit_sums(*statistics.of_layer(layer)))
     # Constants from weights follow the gain before the attention, where auto leaves one candidate beside the curve's
     first = next(iter(sites[layer, "attention"].values()))
     attention = f"model.layers.{layer}.self_attn"

@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils import logging
 
 from .configuration_bhyt import BHyTLlamaConfig, DepthBound, Site
+from .constants_bhyt import constant_from_weights, running_module, whole
 from .normalization_bhyt import (
     BHyT,
     BHyTSite,
@@ -35,7 +36,6 @@ from .normalization_bhyt import (
     EstimatingRMSNormSite,
     EstimatingSite,
     RMSNormSite,
-    attention_variance,
 )
 
 
@@ -176,34 +176,51 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
                 module.variance_offset.requires_grad_(module.learnable_variance)
 
     def depth_bounds(self) -> list[DepthBound]:
-        """Theorem 3.5's condition at every site for the current parameters: lambda as learned, rms(gamma) as it is."""
+        """Theorem 3.5's condition at every site for the current parameters: lambda as learned, rms(gamma) as it is.
+
+        A collective where the parameters are sharded.
+        """
         bounds = []
         for layer_idx, layer in enumerate(self.base_model.layers):
             norms: dict[Site, nn.Module] = {"attention": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
             for site, norm in norms.items():
                 if self.config.norm_type in ("bhyt", "bhyt_star"):
-                    nominal = norm.lam.abs().item() / self.config.kappa
-                    gain = norm.weight.float().pow(2).mean().sqrt().item()
+                    nominal = whole(norm.lam, (1,)).abs().item() / self.config.kappa
+                    gain = whole(norm.weight, (self.config.hidden_size,)).float().pow(2).mean().sqrt().item()
                     limit = 1 / math.sqrt(self.config.num_hidden_layers)
                     bounds.append(DepthBound(layer_idx, site, nominal, gain * nominal, limit))
         return bounds
 
+    def variance_constants_from_weights(self) -> dict[int, float]:
+        """c of "published" and "uniform_attention" for each layer that estimates, for the current weights.
+
+        Under FSDP2 and tensor parallelism the weights are gathered, so every process has to call it; under LoRA they
+        are those of the merged model.
+
+        Raises:
+            ValueError: "fitted" constants, which only calibration gives, and weights that are not plain numbers here
+                (4 or 8 bits, sharded by ZeRO-3 or FSDP1, offloaded, under an adapter that is not plain LoRA).
+        """
+        if self.config.second_site_estimator == "fitted":
+            raise ValueError("variance_estimator 'fitted' comes from calibration, not from weights: see conversion")
+        return self.base_model._constants_from_weights()
+
     def refresh_variance_constants(self) -> dict[int, tuple[float, float]]:
-        """Recomputes every c of "published" and "uniform_attention" from the current weights, and logs the change.
+        """Sets every c to that of `variance_constants_from_weights`, and logs the change.
 
         c is a constant of the checkpoint: nothing else ever changes it, so weights that were trained leave it behind
-        until this is called.
+        until this is called. Under FSDP2, call it between two steps, when the blocks are sharded. Where PEFT keeps a
+        trained copy of the norm (modules_to_save), the copy gets the new c and the original keeps its own, which
+        belongs to the model without the adapter. Without a copy the base's norm gets it: merge and save the whole
+        model then, since an adapter's own checkpoint does not carry it.
 
         Returns:
             (old, new) c for each layer that estimates.
 
         Raises:
-            ValueError: "fitted" constants, which only calibration gives, and weights that are not plain numbers here
-                (quantised, sharded, offloaded, under an adapter).
+            ValueError: as `variance_constants_from_weights`; nothing is changed then.
         """
-        if self.config.second_site_estimator == "fitted":
-            raise ValueError("variance_estimator 'fitted' comes from calibration, not from weights: see conversion")
-        return self.base_model._set_variance_constants()
+        return self.base_model._set_variance_constants(self.variance_constants_from_weights())
 
 
 def refuse_foreign_checkpoint(name: str, model_type: str, missing_keys: set[str]):
@@ -241,7 +258,7 @@ class BHyTLlamaModel(BHyTLlamaPreTrainedModel, LlamaModel):
         self.post_init()
         # A model that is about to be loaded stands on the meta device, and its constants come from the checkpoint
         if not self.embed_tokens.weight.is_meta:
-            self._set_variance_constants()
+            self._set_variance_constants(self._constants_from_weights())
 
     def forward(self, input_ids=None, *args, inputs_embeds=None, **kwargs):
         if self.embed_norm is not None and (input_ids is None) != (inputs_embeds is None):
@@ -250,47 +267,24 @@ class BHyTLlamaModel(BHyTLlamaPreTrainedModel, LlamaModel):
         return super().forward(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
 
     @torch.no_grad()
-    def _set_variance_constants(self) -> dict[int, tuple[float, float]]:
-        changes = {}
-        computed = {layer_idx: self._attention_variance(layer_idx) for layer_idx in self.config.estimated_layers}
-        for layer_idx, new in computed.items():
-            offset = self.layers[layer_idx].post_attention_layernorm.variance_offset
-            old = offset.item()
-            offset.fill_(new)
-            changes[layer_idx] = (old, new)
-            logger.info(f"layer {layer_idx}: c {old:.6g} -> {new:.6g}")
-        return changes
+    def _set_variance_constants(self, constants: dict[int, float]) -> dict[int, tuple[float, float]]:
+        norms = {n: running_module(self.layers[n].post_attention_layernorm) for n in constants}
+        former = {n: whole(norm.variance_offset, (1,)).item() for n, norm in norms.items()}
+        for layer_idx, new in constants.items():
+            # In place: of a sharded c most processes hold no number
+            norms[layer_idx].variance_offset.fill_(new)
+            logger.info(f"layer {layer_idx}: c {former[layer_idx]:.6g} -> {new:.6g}")
+        return {layer_idx: (former[layer_idx], new) for layer_idx, new in constants.items()}
 
-    def _attention_variance(self, layer_idx: int) -> float:
-        layer, config = self.layers[layer_idx], self.config
-        attention, norm = layer.self_attn, layer.input_layernorm
-        plain = isinstance(norm, (BHyT, RMSNormSite)) and type(attention.v_proj) is type(attention.o_proj) is nn.Linear
-        if not plain:
-            raise ValueError(
-                f"layer {layer_idx}: c cannot be computed under an adapter; merge it first (merge_and_unload)"
-            )
-        if not all(
-            type(p) is nn.Parameter and p.is_floating_point() and not p.is_meta for p in attention.parameters()
-        ):
-            raise ValueError(
-                f"layer {layer_idx}: c cannot be computed from quantised, sharded or offloaded weights; "
-                "load the checkpoint whole and in floating point first"
-            )
-        refined = {}
-        if config.second_site_estimator != "published":
-            refined = {
-                "gamma": norm.weight,
-                "value_bias": attention.v_proj.bias,
-                "output_bias": attention.o_proj.bias,
-            }
-        return attention_variance(
-            attention.v_proj.weight,
-            attention.o_proj.weight,
-            attention.head_dim,
-            strength=norm.lam.item() / norm.kappa if isinstance(norm, BHyT) else 1.0,
-            context_length=config.variance_context_length,
-            **refined,
-        )
+    @torch.no_grad()
+    def _constants_from_weights(self) -> dict[int, float]:
+        constants = {}
+        for layer_idx in self.config.estimated_layers:
+            try:
+                constants[layer_idx] = constant_from_weights(self.layers[layer_idx], self.config)
+            except ValueError as error:
+                raise ValueError(f"layer {layer_idx}: {error}") from None
+        return constants
 
 
 class BHyTLlamaForCausalLM(BHyTLlamaPreTrainedModel, LlamaForCausalLM):

@@ -104,6 +104,35 @@ def attention_variance(
     return (variance + shift.pow(2).mean()).item()
 
 
+def fit_sums(block_input: Tensor, second_site: Tensor) -> Tensor:
+    """All that `fit_ratio_and_offset` needs to know of tokens: five sums, fp64 (5,), which add up over batches.
+
+    Args:
+        block_input: m = ms(x) of the block's input, one a token, of any shape.
+        second_site: m' = ms(x') of the second site's input for the same tokens.
+    """
+    block_input, second_site = block_input.double(), second_site.double()
+    a, b = block_input / second_site, 1 / second_site
+    return torch.stack([(a * a).sum(), (a * b).sum(), (b * b).sum(), a.sum(), b.sum()])
+
+
+def fit_ratio_and_offset(sums: Tensor) -> tuple[float, float]:
+    """r, c >= 0 that minimise sum(((r m + c) / m' - 1)^2): non-negative least squares on the relative error.
+
+    With two unknowns the solution is the free one if it is non-negative, else the better of the two edges.
+    """
+    aa, ab, bb, at, bt = sums
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        r, c = (bb * at - ab * bt) / determinant, (aa * bt - ab * at) / determinant
+        if r >= 0 and c >= 0:
+            return r.item(), c.item()
+    # What an edge takes off the sum of squares that is there at r = c = 0
+    if at * at / aa >= bt * bt / bb:
+        return (at / aa).item(), 0.0
+    return 0.0, (bt / bb).item()
+
+
 # Plain modules, for any model: one tensor in, one tensor out.
 
 

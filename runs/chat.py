@@ -15,4 +15,7 @@ print(f"\n{type(model).__module__}.{type(model).__name__}\n\n{question}\n")
 messages = [{"role": "user", "content": question}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
 streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-model.generate(**inputs, max_new_tokens=128, do_sample=False, streamer=streamer)
+output = model.generate(**inputs, max_new_tokens=128, do_sample=False, streamer=streamer)
+stops = model.generation_config.eos_token_id
+stopped = output[0, -1].item() in (stops if isinstance(stops, list) else [stops])
+print("(it stopped by itself)" if stopped else "(cut off after 128 tokens)")

@@ -9,15 +9,13 @@ import time
 import warnings
 from pathlib import Path
 
-import torch
-from accelerate import PartialState
+from accelerate.state import PartialState
 from huggingface_hub.errors import StrictDataclassError
 from transformers.utils import logging
 from trl import ModelConfig, SFTConfig
 
 from model_cards.fine_tuned import save_fine_tuned_card
 from model_cards.publish import plan, publish
-
 
 from .arguments import ChatArguments, fail, parse
 from .base import Base, adapter_config, freeze_constants, load_model, read_base
@@ -141,7 +139,9 @@ def figures_before(folder: Path, proof: Proof, base: Base, trainer: ChatTrainer,
             save_json(file, {"of": digest, **proof.measure(trainer.model)})
     figures = json.loads(file.read_text(encoding="utf-8"))
     if figures.pop("of", None) != digest:
-        raise ValueError(f"{known or file} holds figures of another base, other texts or other questions: leave it out")
+        raise ValueError(
+            f"{known or file} holds figures of another base, other texts or other questions: leave it out"
+        )
     return figures
 
 
@@ -186,7 +186,10 @@ def main():
     except Stopped as stopped:
         fail(str(stopped), code=130)
     except KeyboardInterrupt:
-        fail("interrupted: no checkpoint of the last steps; --resume_from_checkpoint last goes on from the one before", 130)
+        fail(
+            "interrupted: no checkpoint of the last steps; --resume_from_checkpoint last goes on from the one before",
+            130,
+        )
     except (ValueError, OSError) as error:
         fail(" ".join(str(error).split()))
     finally:

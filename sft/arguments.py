@@ -83,7 +83,9 @@ class ChatArguments:
         metadata={"help": "dtype of the finished model; auto is the base checkpoint's.", "choices": SAVE_DTYPES},
     )
     overwrite: bool = field(default=False, metadata={"help": "Replace what stands in output_dir."})
-    dry_run: bool = field(default=False, metadata={"help": "Prepare everything, say what would be done, train nothing."})
+    dry_run: bool = field(
+        default=False, metadata={"help": "Prepare everything, say what would be done, train nothing."}
+    )
 
     def __post_init__(self):
         if not self.data:
@@ -107,7 +109,7 @@ class OneLineParser(TrlParser):
 
 def parse(words: list[str]) -> tuple[ChatArguments, SFTConfig, ModelConfig]:
     """Flags over the YAML of `--config` over the defaults. Exits with 2 and one line on any bad input."""
-    kinds = (ChatArguments, SFTConfig, ModelConfig)
+    kinds: list = [ChatArguments, SFTConfig, ModelConfig]
     parser = OneLineParser(kinds, prog="python -m sft", description=ChatArguments.__doc__, allow_abbrev=False)
     # Losses that are not finite are to be seen; what a norm does is worth a log
     parser.set_defaults(logging_nan_inf_filter=False, output_dir=None, lora_target_modules=["all-linear"])

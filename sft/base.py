@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
+from accelerate.state import PartialState
 from huggingface_hub import ModelCard, snapshot_download
 from peft import LoraConfig
 from transformers import (
@@ -80,7 +80,16 @@ class Base:
         if not file.is_file():
             return None
         report = json.loads(file.read_text(encoding="utf-8"))
-        kept = ("command", "source", "perplexity", "kl_nats_per_token", "verdict", "exact_layers", "healing", "settings")
+        kept = (
+            "command",
+            "source",
+            "perplexity",
+            "kl_nats_per_token",
+            "verdict",
+            "exact_layers",
+            "healing",
+            "settings",
+        )
         return {name: report.get(name) for name in kept}
 
 
@@ -115,7 +124,9 @@ def read_base(model: ModelConfig, training: SFTConfig) -> Base:
 def load_model(base: Base, chat: Chat, arguments: ModelConfig) -> PreTrainedModel:
     """The model, in `arguments.dtype` (float32 unless told otherwise), agreeing with the chat on stop and padding ids."""
     quantization = get_quantization_config(arguments)
-    placement = {"quantization_config": quantization, "device_map": {"": PartialState().device}} if quantization else {}
+    placement = (
+        {"quantization_config": quantization, "device_map": {"": PartialState().device}} if quantization else {}
+    )
     dtype = base.stored_dtype if arguments.dtype in ("auto", None) else getattr(torch, arguments.dtype)
     model = AutoModelForCausalLM.from_pretrained(
         base.name, config=base.config, dtype=dtype, **placement, **base.loading

@@ -111,11 +111,8 @@ def read_conversations(name: str, split: str) -> Conversations:
         ValueError: what cannot be read, with the remedy; no good row at all.
     """
     place, part = named_part(name)
-    if Path(place).suffix in (".json", ".jsonl"):
-        rows = _read_json(Path(place))
-    else:
-        rows = _load(place, split)
-    rows = rows[part]
+    is_json = Path(place).suffix in (".json", ".jsonl")
+    rows = (_read_json(Path(place)) if is_json else _load(place, split))[part]
     shapes = [row for row in rows if isinstance(row, dict)]
     if not shapes:
         raise ValueError(f"{name} holds no rows")
@@ -181,11 +178,15 @@ def _load(name: str, split: str) -> list[dict]:
         raise ValueError(f"no file at {name}: give a .json, .jsonl or .parquet file, or a Hub id")
     local = "or pass the rows as a local file (.json, .jsonl, .parquet)"
     try:
-        return (load_dataset("parquet", data_files=name, split="train") if is_file else load_dataset(name, split=split)).to_list()
+        return (
+            load_dataset("parquet", data_files=name, split="train") if is_file else load_dataset(name, split=split)
+        ).to_list()
     except RuntimeError as error:
         if "script" not in str(error).lower():
             raise
-        raise ValueError(f"{name} is made by a script, which datasets no longer runs: use its parquet branch, {local}") from error
+        raise ValueError(
+            f"{name} is made by a script, which datasets no longer runs: use its parquet branch, {local}"
+        ) from error
     except (DatasetNotFoundError, GatedRepoError) as error:
         gated = "gated" in str(error).lower() or isinstance(error, GatedRepoError)
         why = (

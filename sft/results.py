@@ -18,10 +18,10 @@ from .data import Conversations
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 # What says how to train; paths of one machine and what changes no result stay out
-RECIPE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "optim", "adam_beta1")
-RECIPE += ("adam_beta2", "adam_epsilon", "max_grad_norm", "num_train_epochs", "max_steps", "per_device_train_batch_size")
-RECIPE += ("gradient_accumulation_steps", "max_length", "packing", "seed", "data_seed", "bf16", "fp16", "neftune_noise_alpha")
-LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora", "use_dora", "load_in_4bit", "load_in_8bit")
+RECIPE = """learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay optim adam_beta1 adam_beta2
+    adam_epsilon max_grad_norm num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps max_length
+    packing seed data_seed bf16 fp16 neftune_noise_alpha""".split()
+LORA = """lora_r lora_alpha lora_dropout lora_target_modules use_rslora use_dora load_in_4bit load_in_8bit""".split()
 
 
 def gather_results(

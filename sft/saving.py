@@ -19,11 +19,21 @@ from .chat import Chat
 
 
 RUN_FILE, BEFORE_FILE, RESULTS_FILE = "run.json", "before.json", "results.json"
+SAME_RUN = """seed max_length packing learning_rate lr_scheduler_type num_train_epochs max_steps weight_decay optim
+    per_device_train_batch_size gradient_accumulation_steps bf16 fp16""".split()
 # What a run leaves in its folder besides checkpoint-N
 OUTPUTS = (
     *(RUN_FILE, BEFORE_FILE, RESULTS_FILE, "training_log.csv", "training_log.png", "training_args.bin"),
     *("config.json", "generation_config.json", "chat_template.jinja", "adapter", "trainer_state.json"),
-    *("tokenizer*", "special_tokens_map.json", "model*.safetensors*", "adapter_*", "*_bhyt.py", ".unfinished", ".finished"),
+    *(
+        "tokenizer*",
+        "special_tokens_map.json",
+        "model*.safetensors*",
+        "adapter_*",
+        "*_bhyt.py",
+        ".unfinished",
+        ".finished",
+    ),
 )
 
 
@@ -73,10 +83,8 @@ def start_run(training: SFTConfig, arguments: ChatArguments, run: dict):
 
 def describe_run(training: SFTConfig, base: Base, rows: Dataset) -> dict:
     """What makes a run the same run: its base, its data and the settings that shape the optimisation."""
-    names = ("seed", "max_length", "packing", "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_steps")
-    names += ("per_device_train_batch_size", "gradient_accumulation_steps", "weight_decay", "optim", "bf16", "fp16")
     digest = hashlib.sha256(json.dumps(list(rows), sort_keys=True).encode()).hexdigest()
-    settings = {name: getattr(training, name) for name in names}
+    settings = {name: getattr(training, name) for name in SAME_RUN}
     return {"base": base.name, "data_sha256": digest, **json.loads(json.dumps(settings, default=str))}
 
 
@@ -130,7 +138,9 @@ def save_finished(
 def _open(folder: Path, base: Base) -> PreTrainedModel | PeftModel:
     """The model of a folder in fp32; an adapter on its base."""
     if (folder / "adapter_config.json").is_file():
-        model = AutoModelForCausalLM.from_pretrained(base.name, config=base.config, dtype=torch.float32, **base.loading)
+        model = AutoModelForCausalLM.from_pretrained(
+            base.name, config=base.config, dtype=torch.float32, **base.loading
+        )
         return PeftModel.from_pretrained(model, folder)
     code = {"trust_remote_code": base.loading["trust_remote_code"]}
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **code)

@@ -52,7 +52,9 @@ def _data_rows(purpose: str, conversations: Conversations, tokenized: Tokenized)
     if tokenized.num_without_reply:
         rows.append((f"{purpose}: left out", f"{tokenized.num_without_reply} whose question alone fills max_length"))
     if tokenized.num_cut:
-        rows.append((f"{purpose}: cut", f"{tokenized.num_cut} rows, {tokenized.num_without_end} of them lost their end"))
+        rows.append(
+            (f"{purpose}: cut", f"{tokenized.num_cut} rows, {tokenized.num_without_end} of them lost their end")
+        )
     return rows
 
 

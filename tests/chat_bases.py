@@ -27,7 +27,7 @@ def known_to_trl(name: str) -> str:
 
 
 def chat_tokenizer(kind: str):
-    """"none", "marked", "unmarked", "llama-2", "llama-3" (known to TRL) or "chatml" (end of a turn is EOS)."""
+    """ "none", "marked", "unmarked", "llama-2", "llama-3" (known to TRL) or "chatml" (end of a turn is EOS)."""
     tokenizer = byte_tokenizer()
     templates = {"none": None, "marked": MARKED, "unmarked": UNMARKED, "llama-2": LLAMA_2, "chatml": None}
     if kind == "llama-3":

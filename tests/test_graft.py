@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from conversion.arguments import GraftArguments, parse
-from conversion.calibration import OriginalBasis, fit_ratio_and_offset
+from conversion.calibration import OriginalBasis
 from conversion.choice import candidates
 from conversion.graft import Sites, fit_sites
 from conversion.source import read_source
 from modeling_bhyt import BHyTLlamaForCausalLM
-from modeling_bhyt.normalization_bhyt import attention_variance
+from modeling_bhyt.normalization_bhyt import attention_variance, fit_ratio_and_offset, fit_sums
 
 
 QUICK = ["--window_length", "48", "--num_calibration_tokens", "384", "--num_report_tokens", "192"]
@@ -108,7 +108,7 @@ def test_a_silent_channel_keeps_the_limit_gain(tmp_path):
 @pytest.mark.parametrize("r,c", [(1.3, 0.4), (0.9, 0.0), (0.0, 2.0)])
 def test_ratio_and_offset_are_recovered_where_the_relation_is_exact(r, c):
     m = torch.rand(500, dtype=torch.float64) + 0.1
-    ratio, offset = fit_ratio_and_offset(m, r * m + c)
+    ratio, offset = fit_ratio_and_offset(fit_sums(m, r * m + c))
     assert ratio == pytest.approx(r, abs=1e-9) and offset == pytest.approx(c, abs=1e-9)
 
 
@@ -117,7 +117,7 @@ def test_ratio_and_offset_are_never_negative_and_no_neighbour_is_better():
     for _ in range(50):
         m = torch.rand(60, dtype=torch.float64, generator=generator) + 0.05
         second = m * torch.rand(60, dtype=torch.float64, generator=generator) + 0.1 - 0.05 * m
-        r, c = fit_ratio_and_offset(m, second)
+        r, c = fit_ratio_and_offset(fit_sums(m, second))
         cost = lambda r, c, m=m, second=second: ((r * m + c) / second - 1).pow(2).sum()  # noqa: E731
         assert r >= 0 and c >= 0
         for dr, dc in ((1e-3, 0), (-1e-3, 0), (0, 1e-3), (0, -1e-3)):

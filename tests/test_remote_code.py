@@ -28,7 +28,7 @@ HEADS = {
     "AutoModelForTokenClassification": AutoModelForTokenClassification,
     "AutoModelForQuestionAnswering": AutoModelForQuestionAnswering,
 }
-CODE_FILES = {"configuration_bhyt.py", "modeling_bhyt.py", "normalization_bhyt.py"}
+CODE_FILES = {"configuration_bhyt.py", "constants_bhyt.py", "modeling_bhyt.py", "normalization_bhyt.py"}
 
 # Runs without the package and without a network, in a folder that holds token_ids.pt and every saved model
 FRESH_PROCESS = """

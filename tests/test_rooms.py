@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "evaluation": {"modeling_bhyt"},
     "model_cards": set(),
     "conversion": {"modeling_bhyt", "evaluation", "model_cards"},
+    "sft": {"modeling_bhyt", "evaluation", "model_cards"},
 }
 
 

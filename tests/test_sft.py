@@ -120,7 +120,11 @@ def test_before_and_after_are_measured_and_written_down(fine_tune, tmp_path, row
     text = tmp_path / "text.txt"
     text.write_text("some words that were not trained on. " * 40)
     folder = fine_tune(
-        eval_data=rows, perplexity_data=text, num_perplexity_windows=2, perplexity_window_length=64, max_answer_tokens=4
+        eval_data=rows,
+        perplexity_data=text,
+        num_perplexity_windows=2,
+        perplexity_window_length=64,
+        max_answer_tokens=4,
     )
     found = results(folder)
     for figures in found["before"], found["after"]:
@@ -129,11 +133,21 @@ def test_before_and_after_are_measured_and_written_down(fine_tune, tmp_path, row
     assert found["data"]["data"]["num_kept"] == 8 and found["recipe"]["learning_rate"] == 1e-2
     assert found["base"]["name"] == "base" and str(tmp_path) not in json.dumps(found)
     assert "| perplexity, text.txt |" in (folder / "README.md").read_text(encoding="utf-8")
-    assert (folder / "training_log.csv").read_text().startswith("step,epoch,") and (folder / "training_log.png").is_file()
+    assert (folder / "training_log.csv").read_text().startswith("step,epoch,") and (
+        folder / "training_log.png"
+    ).is_file()
 
 
 def test_first_evaluation_equals_the_loss_of_the_trainer(fine_tune, rows):
-    folder = fine_tune(eval_data=rows, eval_strategy="steps", eval_steps=1, max_steps=1, learning_rate=1e-9, save_strategy="steps", save_steps=1)
+    folder = fine_tune(
+        eval_data=rows,
+        eval_strategy="steps",
+        eval_steps=1,
+        max_steps=1,
+        learning_rate=1e-9,
+        save_strategy="steps",
+        save_steps=1,
+    )
     assert logged(folder, "eval_loss")[0] == pytest.approx(results(folder)["before"]["replies"]["loss"], rel=2e-2)
 
 
@@ -141,7 +155,16 @@ def test_rows_of_one_step_give_the_same_weights_however_they_are_accumulated(fin
     rows = write_rows(tmp_path / "uneven.jsonl", [["Q", "a" * count] for count in (2, 4, 7, 12)])
     shapes = [{"per_device_train_batch_size": 4 // steps, "gradient_accumulation_steps": steps} for steps in (1, 2, 4)]
     runs = [
-        fine_tune(f"out-{number}", rows=rows, optim="sgd", max_grad_norm=0, save_strategy="steps", save_steps=1, warmup_steps=0, **shape)
+        fine_tune(
+            f"out-{number}",
+            rows=rows,
+            optim="sgd",
+            max_grad_norm=0,
+            save_strategy="steps",
+            save_steps=1,
+            warmup_steps=0,
+            **shape,
+        )
         for number, shape in enumerate(shapes)
     ]
     for folder in runs[1:]:
@@ -219,7 +242,9 @@ def test_a_stopped_run_goes_on_to_the_same_weights(fine_tune, monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_a_run_that_is_no_longer_finite_stops_before_the_step_and_saves_nothing_broken(fine_tune, monkeypatch, tmp_path, what):
+def test_a_run_that_is_no_longer_finite_stops_before_the_step_and_saves_nothing_broken(
+    fine_tune, monkeypatch, tmp_path, what
+):
     step = ChatTrainer.compute_loss
 
     class Break(torch.autograd.Function):
@@ -287,7 +312,12 @@ def test_small_steps_move_every_gain_in_fp32_and_bf16_weights_are_warned_of(fine
             if "norm" in name and "variance_" not in name:
                 parameter.fill_(1.0)
     model.save_pretrained(base)
-    options = {"learning_rate": 1e-5, "max_steps": 50, "per_device_train_batch_size": 8, "lr_scheduler_type": "constant"}
+    options = {
+        "learning_rate": 1e-5,
+        "max_steps": 50,
+        "per_device_train_batch_size": 8,
+        "lr_scheduler_type": "constant",
+    }
     folder = fine_tune(**options)
     gains = [name for name in weights(base) if "norm" in name and "variance_" not in name]
     assert not any(torch.equal(weights(folder)[name], weights(base)[name]) for name in gains)
@@ -339,9 +369,22 @@ def test_recipes_name_options_that_exist(monkeypatch):
 
     for recipe in (REPOSITORY / "sft" / "recipes").glob("*.yaml"):
         arguments, training, model = parse(
-            ["--config", str(recipe), "--model_name_or_path", "x", "--output_dir", "y", "--use_cpu", "True", "--bf16", "False"]
+            [
+                "--config",
+                str(recipe),
+                "--model_name_or_path",
+                "x",
+                "--output_dir",
+                "y",
+                "--use_cpu",
+                "True",
+                "--bf16",
+                "False",
+            ]
         )
-        assert arguments.data.startswith("GAIR/lima") and training.learning_rate == 1e-5 and training.weight_decay == 0.1
+        assert (
+            arguments.data.startswith("GAIR/lima") and training.learning_rate == 1e-5 and training.weight_decay == 0.1
+        )
 
 
 def test_an_unknown_key_of_a_recipe_is_refused(fine_tune, tmp_path):

@@ -57,7 +57,11 @@ def test_ids_before_a_reply_are_those_that_a_chat_would_send(kind):
     ids, labels = chat.encode(messages)
     first = next(place for place, label in enumerate(labels) if label != IGNORED)
     sent = chat.tokenizer.apply_chat_template(
-        messages[:1], chat_template=chat.template, add_generation_prompt=True, return_dict=True, sanitize_control_tokens=True
+        messages[:1],
+        chat_template=chat.template,
+        add_generation_prompt=True,
+        return_dict=True,
+        sanitize_control_tokens=True,
     )["input_ids"]
     assert ids[:first] == sent == chat.prompt(messages[:1])
     assert ids[: len(chat.encode(messages[:2])[0])] == chat.encode(messages[:2])[0]
@@ -137,7 +141,10 @@ def test_marks_are_taken_out_without_touching_white_space():
 
 
 def rows_of(pairs) -> Conversations:
-    rows = [(index, [{"role": "user", "content": q}, {"role": "assistant", "content": a}]) for index, (q, a) in enumerate(pairs)]
+    rows = [
+        (index, [{"role": "user", "content": q}, {"role": "assistant", "content": a}])
+        for index, (q, a) in enumerate(pairs)
+    ]
     return Conversations("rows.jsonl", "LIMA", rows, [], len(rows))
 
 

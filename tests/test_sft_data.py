@@ -51,12 +51,19 @@ def test_every_form_is_recognised_by_its_columns(tmp_path, form, suffix):
 
 
 def test_prompts_of_messages_alpaca_context_and_commonsense_questions_are_put_into_words(tmp_path):
-    conversational = {"prompt": [{"role": "human", "content": "Q"}], "completion": [{"role": "bot", "content": " A\n"}]}
+    conversational = {
+        "prompt": [{"role": "human", "content": "Q"}],
+        "completion": [{"role": "bot", "content": " A\n"}],
+    }
     assert messages_of(read_conversations(write(tmp_path / "a.json", [conversational]), "")) == [QUESTION_AND_ANSWER]
     context = {"instruction": "Q", "input": "context", "output": "A"}
-    assert messages_of(read_conversations(write(tmp_path / "b.json", [context]), ""))[0][0]["content"] == "Q\n\ncontext"
+    assert (
+        messages_of(read_conversations(write(tmp_path / "b.json", [context]), ""))[0][0]["content"] == "Q\n\ncontext"
+    )
     asked, answered = messages_of(read_conversations(write(tmp_path / "c.json", [CSQA]), ""))[0]
-    assert asked["content"] == "Question: What barks?\nChoices:\nA) dog\nB) cat\nAnswer:" and answered["content"] == "A"
+    assert (
+        asked["content"] == "Question: What barks?\nChoices:\nA) dog\nB) cat\nAnswer:" and answered["content"] == "A"
+    )
 
 
 def test_rows_of_many_turns_stay_one_row_with_every_turn(tmp_path):
@@ -67,12 +74,27 @@ def test_rows_of_many_turns_stay_one_row_with_every_turn(tmp_path):
 
 
 def test_bad_rows_are_left_out_with_index_and_reason(tmp_path):
-    broken = [["Q", None], ["Q", ""], ["Q", "   "], ["Q", 7], [], ["Q", ["a", "b"]], ["Q"], ["Q", "A", "Q"], ["Q", "A"]]
+    broken = [
+        ["Q", None],
+        ["Q", ""],
+        ["Q", "   "],
+        ["Q", 7],
+        [],
+        ["Q", ["a", "b"]],
+        ["Q"],
+        ["Q", "A", "Q"],
+        ["Q", "A"],
+    ]
     read = read_conversations(write(tmp_path / "a.jsonl", [{"conversations": row} for row in broken]), "")
     assert messages_of(read) == [QUESTION_AND_ANSWER] and read.num_read == 9
     assert [index for index, _ in read.bad] == list(range(8))
     reasons = [reason for _, reason in read.bad]
-    assert reasons[:4] == ["message 1 is null, not text", "message 1 is empty", "message 1 is empty", "message 1 is int, not text"]
+    assert reasons[:4] == [
+        "message 1 is null, not text",
+        "message 1 is empty",
+        "message 1 is empty",
+        "message 1 is int, not text",
+    ]
     assert reasons[4:6] == ["no messages", "message 1 is list, not text"]
     assert reasons[6] == reasons[7] == "not user and assistant in turn, the assistant last"
 
@@ -108,7 +130,10 @@ def test_files_are_utf_8_in_any_locale(tmp_path):
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (DatasetNotFoundError("Dataset 'GAIR/lima' is a gated dataset on the Hub."), "accept its terms at https://hugging"),
+        (
+            DatasetNotFoundError("Dataset 'GAIR/lima' is a gated dataset on the Hub."),
+            "accept its terms at https://hugging",
+        ),
         (DatasetNotFoundError("Dataset 'GAIR/lima' doesn't exist on the Hub"), "was not found on the Hub"),
         (RuntimeError("Dataset scripts are no longer supported, but found lima.py"), "made by a script"),
         (ConnectionError("Couldn't reach the Hub (offline mode)"), "no connection"),
@@ -128,7 +153,10 @@ def test_the_published_form_gives_the_same_conversations_from_a_file_and_from_th
     rows = [{"conversations": ["Q1", "A1", "Q2", "A2"], "source": "x"}, {"conversations": ["Q", "A"], "source": "y"}]
     monkeypatch.setattr("sft.data.load_dataset", lambda name, split: Dataset.from_list(rows))
     from_hub = read_conversations("GAIR/lima", "train")
-    assert from_hub.rows == read_conversations(write(tmp_path / "lima.jsonl", rows), "").rows and from_hub.name == "GAIR/lima"
+    assert (
+        from_hub.rows == read_conversations(write(tmp_path / "lima.jsonl", rows), "").rows
+        and from_hub.name == "GAIR/lima"
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from evaluation.perplexity import perplexity
 from model_cards.publish import publish
-from model_cards.render import save_card
+from model_cards.converted import save_converted_card
 from modeling_bhyt import BHyTLlamaForCausalLM
 
 from . import plans
@@ -101,7 +101,7 @@ def graft(arguments: GraftArguments):
         report = with_measurement(report, measurement, windows["report"], verdict)
         if arguments.heal_tokens:
             report = heal_folder(folder, folder, source, basis, windows, texts, arguments, report)
-        finish(folder, report, source, windows["report"], texts, arguments.force)
+        finish(folder, report, source, windows["report"], texts, arguments)
     deliver(report, arguments)
 
 
@@ -127,7 +127,7 @@ def heal(arguments: HealArguments):
         before = examine(Path(arguments.model), teacher, basis, windows["report"], arguments)
         report = with_measurement(report, before, windows["report"])
         report = heal_folder(Path(arguments.model), folder, teacher, basis, windows, texts, arguments, report)
-        finish(folder, report, teacher, windows["report"], texts, arguments.force)
+        finish(folder, report, teacher, windows["report"], texts, arguments)
     deliver(report, arguments)
 
 
@@ -185,7 +185,7 @@ def export(arguments: ExportArguments):
         verdict = verdict_on(measurement, texts, arguments, by_hand=0.0)
         report = start_report(arguments, source, texts.names, tensors=tensors.account())
         report = with_measurement(report, measurement, windows["report"], verdict)
-        finish(folder, report, source, windows["report"], texts, arguments.force)
+        finish(folder, report, source, windows["report"], texts, arguments)
     deliver(report, arguments)
 
 
@@ -240,14 +240,16 @@ def graft_texts(source: Source, arguments: GraftArguments) -> Texts:
     return Texts(source, arguments.window_length, wanted)
 
 
-def finish(folder: Path, report: dict, source: Source, held_out: Tensor | None, texts: Texts, force: bool):
+def finish(
+    folder: Path, report: dict, source: Source, held_out: Tensor | None, texts: Texts, arguments: OutputArguments
+):
     """Report, text and card of a finished checkpoint; refused where it costs more than was allowed.
 
     Raises:
         BudgetMissed: with what to do about it.
     """
     verdict = report["verdict"]
-    if verdict is not None and not verdict["passed"] and not force:
+    if verdict is not None and not verdict["passed"] and not arguments.force:
         show(report, "Not saved")
         raise BudgetMissed(
             f"rise of perplexity {verdict['sentence']}: nothing was saved; give a larger --budget, heal it "
@@ -256,7 +258,7 @@ def finish(folder: Path, report: dict, source: Source, held_out: Tensor | None, 
     if held_out is not None and texts.is_sampled("report"):
         save_windows(folder, held_out)
     save_report(folder, report)
-    save_card(folder, report, summary_rows(report), source.hub_id)
+    save_converted_card(folder, report, summary_rows(report), source.hub_id, Path(arguments.output))
 
 
 def deliver(report: dict, arguments: OutputArguments):
@@ -267,7 +269,8 @@ def deliver(report: dict, arguments: OutputArguments):
     shutil.rmtree(f"{arguments.output}.checkpoints", ignore_errors=True)
     print(f"{arguments.output} is ready: AutoModelForCausalLM.from_pretrained({arguments.output!r}{consent})")
     if arguments.push_to_hub:
-        print(f"uploaded: {publish(Path(arguments.output), arguments.push_to_hub, arguments.private)}")
+        hub = (arguments.push_to_hub, arguments.private, arguments.revision)
+        print(f"uploaded: {publish(Path(arguments.output), *hub)}")
 
 
 RUN = {GraftArguments: graft, HealArguments: heal, ExportArguments: export, VerifyArguments: verify}

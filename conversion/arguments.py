@@ -9,6 +9,8 @@ from typing import ClassVar, NoReturn, TypeVar, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
+from model_cards.publish import check_repository
+
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ESTIMATORS = ("fitted", "uniform_attention", "published", "exact")
@@ -116,9 +118,12 @@ class OutputArguments(MeasureArguments):
     max_shard_size: str = _option(AUTO, "Size of a weight file at most, as in 5GB; auto: like the source's largest.")
     push_to_hub: str | None = _option(None, "A Hub id to upload the finished folder to, as in name/model.")
     private: bool = _option(False, "Make the Hub repository private.")
+    revision: str | None = _option(None, "The branch of the Hub repository to upload to.")
 
     def __post_init__(self):
         super().__post_init__()
+        if self.push_to_hub is not None:
+            check_repository(self.push_to_hub)
         output = Path(self.output).resolve()
         for name in ("source", "model", "teacher"):
             if given := getattr(self, name, None):

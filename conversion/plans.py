@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
+from model_cards.publish import destination
 from modeling_bhyt import BHyTLlamaConfig
 
 from .arguments import ExportArguments, GraftArguments, HealArguments
@@ -86,7 +87,10 @@ def _described(source: Source) -> str:
 
 def _ending(arguments, source: Source, texts: Texts) -> str:
     used = "; ".join(f"{purpose}: {name}, {texts.count(purpose)} windows" for purpose, name in texts.names.items())
-    push = f"\nwould upload the folder to {arguments.push_to_hub}" if arguments.push_to_hub else ""
+    push = ""
+    if arguments.push_to_hub:
+        place = destination(arguments.push_to_hub, arguments.private, arguments.revision)
+        push = f"\nwould upload the finished folder to {place}"
     return (
         f"texts of {arguments.window_length} tokens a window: {used or 'none'}{push}\n"
         f"nothing was written to {arguments.output} (dry run)"

@@ -34,7 +34,7 @@ NOT_SETTINGS = [
     "dry_run",
     "overwrite",
 ]
-NOT_SETTINGS += ["push_to_hub", "private", "max_memory", "resume"]
+NOT_SETTINGS += ["push_to_hub", "private", "revision", "max_memory", "resume"]
 
 
 def with_measurement(

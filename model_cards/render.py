@@ -1,51 +1,87 @@
-"""Renders the card of a checkpoint from its report."""
+"""Cards of checkpoints: templates are rendered, front matter is checked, a user's own text is kept."""
 
 from pathlib import Path
 
+import yaml
 from huggingface_hub import ModelCard
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
-def render_card(
-    title: str,
-    place: str,
-    report: dict,
-    summary: list[tuple[str, str]],
-    base_model: str | None,
-    has_chat_template: bool,
-) -> str:
-    """The card as text. Its front matter is parsed once, so that the Hub will not be the first to refuse it."""
+BEGIN = "<!-- bhyt: generated, do not edit between these marks -->"
+END = "<!-- bhyt: end -->"
+
+
+def render(template: str, **values) -> str:
+    """A template of this folder with its values; the generated text stands between marks, under its front matter.
+
+    Raises:
+        ValueError: front matter that is not YAML, or no card's.
+    """
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, keep_trailing_newline=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
     )
     # Values go into YAML as JSON strings, which are YAML too
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
-    source = report["source"]
-    card = environment.get_template("template.md").render(
-        title=title,
-        place=place,
-        source=f"[{base_model}](https://huggingface.co/{base_model})" if base_model else source["name"],
-        base_model=base_model,
-        license=source["license"],
-        quantization=source["quantization"],
-        summary=summary,
-        command=report["command"],
-        healed=report["healing"] is not None,
-        consent="" if report["command"] == "export" else ", trust_remote_code=True",
-        has_picture=report["layers"] is not None,
-        has_chat_template=has_chat_template,
-    )
-    assert ModelCard(card).data.library_name == "transformers"
-    return card
+    environment.filters |= {"quote": _quoted, "cell": _cell}
+    data, text = _parts(environment.get_template(template).render(values))
+    assert data["library_name"] == "transformers"
+    return _card(data, f"{BEGIN}\n{text.strip()}\n{END}\n")
 
 
-def save_card(folder: Path, report: dict, summary: list[tuple[str, str]], base_model: str | None):
-    """Writes README.md into a checkpoint's folder."""
-    name = Path(report["source"]["name"]).name.removesuffix(".gguf")
-    has_chat_template = (folder / "chat_template.jinja").is_file()
-    if report["command"] == "export":
-        title, place = f"{name} as a plain Llama", f"your-name/{name}-plain"
-    else:
-        title, place = f"{name} with BHyT", f"your-name/{name}-BHyT"
-    card = render_card(title, place, report, summary, base_model, has_chat_template)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+def _quoted(text: str) -> str:
+    """Every line as a quotation, so that what a model wrote cannot become the card's own headings or HTML."""
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;")
+    return "\n".join(f"> {line}".rstrip() for line in escaped.splitlines() or [""])
+
+
+def _cell(value) -> str:
+    return " ".join(str(value).replace("|", "\\|").split())
+
+
+def _parts(card: str) -> tuple[dict, str]:
+    """(front matter, text).
+
+    Raises:
+        ValueError: front matter that cannot be read.
+    """
+    try:
+        loaded = ModelCard(card, ignore_metadata_errors=True)
+        return loaded.data.to_dict(), loaded.text
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise ValueError(f"the front matter of a card cannot be read: {' '.join(str(error).split())}") from error
+
+
+def _card(data: dict, text: str) -> str:
+    return f"---\n{yaml.safe_dump(data, sort_keys=False, allow_unicode=True)}---\n\n{text}"
+
+
+def merge_card(card: str, former: str | None) -> str:
+    """`card` with what a user wrote in `former`: text outside the marks, front matter of other keys, items of lists.
+
+    A former card without marks is the user's altogether: the generated part goes below it.
+
+    Raises:
+        ValueError: `former` has front matter that cannot be read.
+    """
+    if former is None or not former.strip():
+        return card
+    (data, generated), (old, text) = _parts(card), _parts(former)
+    for key, value in old.items():
+        if isinstance(value, list) and isinstance(data.get(key), list):
+            data[key] = [*data[key], *(item for item in value if item not in data[key])]
+        else:
+            data.setdefault(key, value)
+    before, mark, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END) if mark else ("", "", "")
+    parts = [part.strip() for part in (before, generated, after)]
+    return _card(data, "\n\n".join(part for part in parts if part) + "\n")
+
+
+def save_readme(folder: Path, card: str, former: Path | None = None):
+    """Writes `card` to the folder's README.md, merged with the one in `former` (by default this folder itself)."""
+    file = (former or folder) / "README.md"
+    merged = merge_card(card, file.read_text(encoding="utf-8") if file.is_file() else None)
+    (folder / "README.md").write_text(merged, encoding="utf-8")

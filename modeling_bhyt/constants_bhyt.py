@@ -79,12 +79,23 @@ def adapter_error(module: nn.Module) -> ValueError:
     )
 
 
-def constant_from_weights(layer: nn.Module, config: BHyTLlamaConfig) -> float:
-    """c of "uniform_attention" or "published" for one block.
+@torch.no_grad()
+def constants_from_weights(layers: nn.ModuleList, config: BHyTLlamaConfig) -> dict[int, float]:
+    """c of "uniform_attention" or "published" for each layer that estimates.
 
     Raises:
         ValueError: weights that are not plain numbers here.
     """
+    constants = {}
+    for layer_idx in config.estimated_layers:
+        try:
+            constants[layer_idx] = _constant_from_weights(layers[layer_idx], config)
+        except ValueError as error:
+            raise ValueError(f"layer {layer_idx}: {error}") from None
+    return constants
+
+
+def _constant_from_weights(layer: nn.Module, config: BHyTLlamaConfig) -> float:
     attention, norm = layer.self_attn, running_module(layer.input_layernorm)
     if not isinstance(norm, (BHyT, RMSNormSite)):
         raise adapter_error(norm)

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils import logging
 
 from .configuration_bhyt import BHyTLlamaConfig, DepthBound, Site
-from .constants_bhyt import constant_from_weights, running_module, whole
+from .constants_bhyt import constants_from_weights, running_module, whole
 from .normalization_bhyt import (
     BHyT,
     BHyTSite,
@@ -191,6 +191,30 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
                     bounds.append(DepthBound(layer_idx, site, nominal, gain * nominal, limit))
         return bounds
 
+    def variance_constants(self) -> dict[int, tuple[float, float]]:
+        """(r, c) of each layer that estimates, as they are. A collective where the parameters are sharded."""
+        norms = self._estimating_norms()
+        return {n: (whole(s.variance_ratio, (1,)).item(), whole(s.variance_offset, (1,)).item()) for n, s in norms.items()}
+
+    @torch.no_grad()
+    def set_variance_constants(self, constants: dict[int, tuple[float, float]]):
+        """Gives layers their (r, c). Under FSDP2, call it on every process and between two steps.
+
+        Where PEFT keeps a trained copy of the norm (modules_to_save), the copy gets them and the original keeps its
+        own, which belong to the model without the adapter. Without a copy the base's norm gets them: merge and save
+        the whole model then, since an adapter's own checkpoint does not carry them.
+        """
+        norms = self._estimating_norms()
+        for layer_idx, (ratio, offset) in constants.items():
+            # In place: of a sharded constant most processes hold no number
+            norms[layer_idx].variance_ratio.fill_(ratio)
+            norms[layer_idx].variance_offset.fill_(offset)
+
+    def _estimating_norms(self) -> dict[int, nn.Module]:
+        layers = self.base_model.layers
+        return {n: running_module(layers[n].post_attention_layernorm) for n in self.config.estimated_layers}
+
+    @torch.no_grad()
     def variance_constants_from_weights(self) -> dict[int, float]:
         """c of "published" and "uniform_attention" for each layer that estimates, for the current weights.
 
@@ -203,16 +227,13 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
         """
         if self.config.second_site_estimator == "fitted":
             raise ValueError("variance_estimator 'fitted' comes from calibration, not from weights: see conversion")
-        return self.base_model._constants_from_weights()
+        return constants_from_weights(self.base_model.layers, self.config)
 
     def refresh_variance_constants(self) -> dict[int, tuple[float, float]]:
-        """Sets every c to that of `variance_constants_from_weights`, and logs the change.
+        """Sets every c to that of `variance_constants_from_weights`, as `set_variance_constants` does, and logs the change.
 
         c is a constant of the checkpoint: nothing else ever changes it, so weights that were trained leave it behind
-        until this is called. Under FSDP2, call it between two steps, when the blocks are sharded. Where PEFT keeps a
-        trained copy of the norm (modules_to_save), the copy gets the new c and the original keeps its own, which
-        belongs to the model without the adapter. Without a copy the base's norm gets it: merge and save the whole
-        model then, since an adapter's own checkpoint does not carry it.
+        until this is called.
 
         Returns:
             (old, new) c for each layer that estimates.
@@ -220,7 +241,11 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
         Raises:
             ValueError: as `variance_constants_from_weights`; nothing is changed then.
         """
-        return self.base_model._set_variance_constants(self.variance_constants_from_weights())
+        computed, former = self.variance_constants_from_weights(), self.variance_constants()
+        self.set_variance_constants({n: (former[n][0], new) for n, new in computed.items()})
+        for layer_idx, new in computed.items():
+            logger.info(f"layer {layer_idx}: c {former[layer_idx][1]:.6g} -> {new:.6g}")
+        return {n: (former[n][1], new) for n, new in computed.items()}
 
 
 def refuse_foreign_checkpoint(name: str, model_type: str, missing_keys: set[str]):
@@ -258,33 +283,15 @@ class BHyTLlamaModel(BHyTLlamaPreTrainedModel, LlamaModel):
         self.post_init()
         # A model that is about to be loaded stands on the meta device, and its constants come from the checkpoint
         if not self.embed_tokens.weight.is_meta:
-            self._set_variance_constants(self._constants_from_weights())
+            self.set_variance_constants(
+                {n: (1.0, offset) for n, offset in constants_from_weights(self.layers, config).items()}
+            )
 
     def forward(self, input_ids=None, *args, inputs_embeds=None, **kwargs):
         if self.embed_norm is not None and (input_ids is None) != (inputs_embeds is None):
             inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
             input_ids, inputs_embeds = None, self.embed_norm(inputs_embeds)
         return super().forward(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
-
-    @torch.no_grad()
-    def _set_variance_constants(self, constants: dict[int, float]) -> dict[int, tuple[float, float]]:
-        norms = {n: running_module(self.layers[n].post_attention_layernorm) for n in constants}
-        former = {n: whole(norm.variance_offset, (1,)).item() for n, norm in norms.items()}
-        for layer_idx, new in constants.items():
-            # In place: of a sharded c most processes hold no number
-            norms[layer_idx].variance_offset.fill_(new)
-            logger.info(f"layer {layer_idx}: c {former[layer_idx]:.6g} -> {new:.6g}")
-        return {layer_idx: (former[layer_idx], new) for layer_idx, new in constants.items()}
-
-    @torch.no_grad()
-    def _constants_from_weights(self) -> dict[int, float]:
-        constants = {}
-        for layer_idx in self.config.estimated_layers:
-            try:
-                constants[layer_idx] = constant_from_weights(self.layers[layer_idx], self.config)
-            except ValueError as error:
-                raise ValueError(f"layer {layer_idx}: {error}") from None
-        return constants
 
 
 class BHyTLlamaForCausalLM(BHyTLlamaPreTrainedModel, LlamaForCausalLM):

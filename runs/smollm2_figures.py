@@ -1,7 +1,7 @@
 """README's table: grafts of SmolLM2-135M calibrated on one text that the model wrote, each against its source on C4 and
 WikiText-2.
 
-Usage: BHYT_DATA=FOLDER python runs/smollm2_figures.py FOLDER [NAME ...]   (all of them: about 90 minutes on two cores)
+Usage: BHYT_DATA=FOLDER python runs/smollm2_figures.py FOLDER [NAME ...]   (all of them: about 3 hours on two cores)
 """
 
 import json
@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 
 import modeling_bhyt  # noqa: F401
 from conversion.__main__ import both_bases, graft_texts
-from conversion.arguments import GraftArguments, parse
+from conversion.arguments import GraftArguments, HealArguments, parse
 from conversion.choice import candidates, choose, graft_of, measured_costs
 from conversion.graft import GraftedTensors, Sites, fit_sites
+from conversion.heal import heal_model, trained_tensors
 from conversion.measuring import NATURAL_SHARE
 from conversion.rotation import rotate
 from conversion.saving import save_checkpoint
@@ -42,6 +43,8 @@ SETUPS = {
     "lambda 2": ["--attention_lambda", "2", "--mlp_lambda", "2", "--exact_variance_layers", "0"],
     "published": [*LAMBDA_1, "--variance_estimator", "published"],
 }
+HEALED = {f"{name}, healed": name for name in ("lambda 2", "published")}
+HEALING = ["--heal_tokens", "98304", "--heal_batch_size", "2", "--learning_rate", "0.003", "--freeze_lambda"]
 
 
 def make(names: list[str], gguf: str, output: Path):
@@ -69,6 +72,25 @@ def make(names: list[str], gguf: str, output: Path):
         )
         print(name, "exact:", choice.exact_layers(), "predicted:", choice.predicted, flush=True)
         del sites, tensors
+
+
+def heal(name: str, gguf: str, output: Path):
+    """Saves the healed graft in output/NAME; documents of C4 that `compare` does not read, norm parameters alone."""
+    text = f"{os.environ['BHYT_DATA']}/c4_en_valid.jsonl[200:500]"
+    start = output / HEALED[name]
+    words = [str(start), str(output / name), "--teacher", gguf, "--heal_text", text, *HEALING]
+    if Path(f"{output / name}.checkpoints").exists():
+        words.append("--resume")
+    arguments = parse(HealArguments, words)
+    teacher = read_source(gguf)
+    windows = text_windows(
+        teacher.tokenizer, read_documents(text), arguments.window_length, arguments.num_heal_windows
+    )
+    model = heal_model(start, teacher.model, windows, arguments)
+    (output / name).mkdir()
+    tensors = trained_tensors(model, start)
+    config = modeling_bhyt.BHyTLlamaConfig.from_pretrained(start)
+    save_checkpoint(output / name, modeling_bhyt.BHyTLlamaForCausalLM, config, tensors, teacher, float("inf"))
 
 
 @torch.no_grad()
@@ -105,9 +127,13 @@ def main():
     gguf = subprocess.run(
         [sys.executable, "runs/find_smollm2.py"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    names = sys.argv[2:] or list(SETUPS)
-    if missing := [name for name in names if not (output / name).exists()]:
+    names = sys.argv[2:] or [*SETUPS, *HEALED]
+    grafts = dict.fromkeys(HEALED.get(name, name) for name in names)
+    if missing := [name for name in grafts if not (output / name).exists()]:
         make(missing, gguf, output)
+    for name in names:
+        if name in HEALED and not (output / name).exists():
+            heal(name, gguf, output)
     results = compare([output / name for name in names], gguf)
     table = Table("set-up", *(f"{text}: ratio, KL" for text in results))
     for name in names:

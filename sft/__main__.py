@@ -15,7 +15,7 @@ from transformers.utils import logging
 from trl import ModelConfig, SFTConfig
 
 from model_cards.fine_tuned import save_fine_tuned_card
-from model_cards.publish import plan, publish
+from model_cards.publish import check_repository, destination, publish
 
 from .arguments import ChatArguments, fail, parse
 from .base import Base, adapter_config, freeze_constants, load_model, read_base
@@ -116,11 +116,12 @@ def make_trainer(base, chat, rows: Tokenized, questions, arguments, training, mo
         eval_dataset=questions if training.eval_strategy != "no" else None,
         processing_class=chat.tokenizer,
         peft_config=adapter_config(model_arguments, model, arguments.train_norms),
-        callbacks=[NormStatistics(), LogFiles(Path(training.output_dir))],
+        callbacks=[LogFiles(Path(training.output_dir))],
     )
     freeze_constants(trainer.model)
+    trainer.add_callback(NormStatistics(trainer))
     if arguments.refresh_constants_every:
-        trainer.add_callback(RefreshConstants(arguments.refresh_constants_every))
+        trainer.add_callback(RefreshConstants(trainer, arguments.refresh_constants_every))
     return trainer
 
 
@@ -176,9 +177,12 @@ def main():
     hub = (training.hub_model_id, bool(training.hub_private_repo), training.hub_revision)
     folder = Path(training.output_dir)
     try:
+        if to_hub:
+            check_repository(training.hub_model_id)
         fine_tune(arguments, training, model_arguments)
         if to_hub and PartialState().is_main_process:
-            print(plan(folder, *hub) if arguments.dry_run else f"uploaded: {publish(folder, *hub)}")
+            place = destination(*hub) if arguments.dry_run else publish(folder, *hub)
+            print(f"would upload the finished folder to {place}" if arguments.dry_run else f"uploaded: {place}")
     except StrictDataclassError as error:
         fail(str(error).splitlines()[-1].strip().removeprefix("ValueError: "))
     except NotFinite as broken:

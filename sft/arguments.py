@@ -117,14 +117,14 @@ def parse(words: list[str]) -> tuple[ChatArguments, SFTConfig, ModelConfig]:
         parser.set_defaults(use_cpu=True, bf16=False)
     try:
         chat, training, model = parser.parse_args_and_config(words)
-        _check(training, model)
+        _check(chat, training, model)
         training.resume_from_checkpoint = _checkpoint(training)
     except (ValueError, OSError, yaml.YAMLError) as error:
         fail(" ".join(str(error).split()))
     return chat, training, model
 
 
-def _check(training: SFTConfig, model: ModelConfig):
+def _check(chat: ChatArguments, training: SFTConfig, model: ModelConfig):
     if not model.model_name_or_path:
         raise ValueError("model_name_or_path is missing: name a folder or a Hub id")
     if not training.output_dir:
@@ -138,6 +138,11 @@ def _check(training: SFTConfig, model: ModelConfig):
         raise ValueError("packing_strategy 'wrapped' cuts conversations in two: use bfd")
     if training.push_to_hub and not training.hub_model_id:
         raise ValueError("push_to_hub needs a name on the Hub: give --hub_model_id name/model")
+    if chat.refresh_constants_every and model.use_peft and not (chat.merge_adapter or chat.train_norms):
+        raise ValueError(
+            "refresh_constants_every changes the base, which an adapter alone does not carry: leave merge_adapter True, or "
+            "give --train_norms"
+        )
     if model.load_in_4bit and not model.use_peft:
         raise ValueError("load_in_4bit trains adapters alone: give --use_peft")
 

@@ -13,8 +13,8 @@ import matplotlib.pyplot as plt  # noqa: E402
 PANELS = {
     "loss": ["loss", "eval_loss"],
     "lambda": ["norms/lambda_min", "norms/lambda_max"],
-    "estimator's log error (largest)": ["norms/estimator_log_error"],
-    "share of tanh beyond 0.99": ["norms/saturated_share"],
+    "estimator's log error (largest)": ["norms/estimator_log_error_max"],
+    "share of tanh beyond 0.99 (largest)": ["norms/saturated_share_max"],
     "depth bound": ["norms/depth_effective_max", "norms/depth_limit"],
 }
 

@@ -19,11 +19,13 @@ from .chat import Chat
 
 
 RUN_FILE, BEFORE_FILE, RESULTS_FILE = "run.json", "before.json", "results.json"
+# The estimator's constants of a run that refreshes them: in each checkpoint and, at the end, in the output folder
+CONSTANTS_FILE = "variance_constants.json"
 SAME_RUN = """seed max_length packing learning_rate lr_scheduler_type num_train_epochs max_steps weight_decay optim
     per_device_train_batch_size gradient_accumulation_steps bf16 fp16""".split()
 # What a run leaves in its folder besides checkpoint-N
 OUTPUTS = (
-    *(RUN_FILE, BEFORE_FILE, RESULTS_FILE, "training_log.csv", "training_log.png", "training_args.bin"),
+    *(RUN_FILE, BEFORE_FILE, RESULTS_FILE, CONSTANTS_FILE, "training_log.csv", "training_log.png", "training_args.bin"),
     *("config.json", "generation_config.json", "chat_template.jinja", "adapter", "trainer_state.json"),
     *(
         "tokenizer*",
@@ -112,6 +114,10 @@ def save_finished(
         shutil.copytree(trained, staged, ignore=shutil.ignore_patterns("training_args.bin", "README.md"))
     else:
         model = _open(trained, base)
+        if is_adapter and (folder / CONSTANTS_FILE).is_file():
+            # An adapter's weights do not hold what was refreshed in its base
+            constants = json.loads((folder / CONSTANTS_FILE).read_text(encoding="utf-8"))["constants"]
+            model.get_base_model().set_variance_constants({int(n): pair for n, pair in constants.items()})
         model = model.merge_and_unload() if is_adapter else model
         if broken := [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]:
             raise ValueError(f"{broken[0]} is not finite after training ({len(broken)} tensors): nothing was saved")

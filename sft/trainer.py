@@ -20,8 +20,19 @@ class ChatTrainer(SFTTrainer):
     """Identical to SFTTrainer except:
 
     - it stops before the step in which the loss or a gradient is not finite;
+    - figures of the norms are logged with the training loss;
     - it writes no card: the pipeline writes one that is right, at the end.
     """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.norm_figures: dict[str, float] = {}
+
+    def log(self, logs, start_time=None):
+        if "loss" in logs:
+            logs |= self.norm_figures
+            self.norm_figures = {}
+        super().log(logs, start_time)
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""Fine-tunes BHyT and plain Llama checkpoints on conversations: python -m sft."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from evaluation.perplexity import perplexity
-from model_cards.publish import publish
 from model_cards.converted import save_converted_card
+from model_cards.publish import publish
 from modeling_bhyt import BHyTLlamaForCausalLM
 
 from . import plans

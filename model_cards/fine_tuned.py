@@ -1,6 +1,7 @@
 """Renders the card of a fine-tuned checkpoint from its results."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from .render import render, save_readme
@@ -9,7 +10,7 @@ from .render import render, save_readme
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def fine_tuned_card(results: dict, rows: list[tuple[str, ...]], title: str, has_picture: bool) -> str:
+def fine_tuned_card(results: dict, rows: Sequence[tuple[str, ...]], title: str, has_picture: bool) -> str:
     """The card as text; `rows` are (what, before, after, change)."""
     base, data = results["base"], results["data"]["data"]
     is_bhyt = base["norm_type"] is not None
@@ -36,7 +37,7 @@ def fine_tuned_card(results: dict, rows: list[tuple[str, ...]], title: str, has_
     )
 
 
-def save_fine_tuned_card(folder: Path, results: dict, rows: list[tuple[str, ...]]):
+def save_fine_tuned_card(folder: Path, results: dict, rows: Sequence[tuple[str, ...]]):
     """Writes README.md into a fine-tuned checkpoint's folder."""
     has_picture = (folder / "training_log.png").is_file()
     save_readme(folder, fine_tuned_card(results, rows, folder.resolve().name, has_picture))

@@ -194,7 +194,9 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
     def variance_constants(self) -> dict[int, tuple[float, float]]:
         """(r, c) of each layer that estimates, as they are. A collective where the parameters are sharded."""
         norms = self._estimating_norms()
-        return {n: (whole(s.variance_ratio, (1,)).item(), whole(s.variance_offset, (1,)).item()) for n, s in norms.items()}
+        return {
+            n: (whole(s.variance_ratio, (1,)).item(), whole(s.variance_offset, (1,)).item()) for n, s in norms.items()
+        }
 
     @torch.no_grad()
     def set_variance_constants(self, constants: dict[int, tuple[float, float]]):

@@ -73,7 +73,7 @@ def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: Mo
         arguments.max_answer_tokens,
         chat,
         training.per_device_eval_batch_size,
-        training.bf16,
+        bool(training.bf16),
     )
     before = figures_before(folder, proof, base, trainer, arguments.figures_before)
     started = time.monotonic()

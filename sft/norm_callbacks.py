@@ -86,7 +86,7 @@ class NormCallback(TrainerCallback):
 
 
 class NormStatistics(NormCallback):
-    """Adds to the losses that are logged, from the same step (its last micro-batches where it has several):
+    """Adds to the losses that are logged, from all tokens of the same step:
 
     norms/lambda_min, lambda_max                over all sites, before the step's update
     norms/depth_effective_max, depth_limit      largest rms(gamma) * lambda / kappa, and 1 / sqrt(L) (Theorem 3.5)
@@ -99,10 +99,8 @@ class NormStatistics(NormCallback):
         self._forget()
 
     def _forget(self):
-        self._lambdas: list[float] = []
-        self._effective: list[float] = []
-        self._saturated: dict[tuple[int, str], Tensor] = {}
-        self._errors: dict[int, Tensor] = {}
+        self._lambdas, self._effective = [], []
+        self._saturated, self._errors = {}, {}
 
     def is_due(self, args, state) -> bool:
         step = state.global_step + 1
@@ -187,12 +185,17 @@ class RefreshConstants(NormCallback):
         else:
             new = {n: (old[n][0], offset) for n, offset in self.model.variance_constants_from_weights().items()}
         self.model.set_variance_constants(new)
+        # As they are now, rounded to the parameters' precision
+        new = self.model.variance_constants()
         figures = {}
         for index, name in enumerate(("r", "c")):
             figures[f"constants/{name}_old_median"] = median(pair[index] for pair in old.values())
             figures[f"constants/{name}_new_median"] = median(pair[index] for pair in new.values())
-        # Not SFTTrainer's own, which would take the losses gathered since the last log along
+        # Not SFTTrainer's own, which would take the losses gathered since the last log along. A log is taken for the one
+        # that was due
+        was_due = self.trainer.control.should_log
         Trainer.log(self.trainer, figures)
+        self.trainer.control.should_log = was_due
         self.history += [
             {"step": state.global_step, "layer": n, "r_old": old[n][0], "r_new": r, "c_old": old[n][1], "c_new": c}
             for n, (r, c) in new.items()
@@ -201,7 +204,9 @@ class RefreshConstants(NormCallback):
     def _fitted(self) -> dict[int, tuple[float, float]]:
         layers = self.model.config.estimated_layers
         if missing := [n for n in layers if n not in self._sums]:
-            raise ValueError(f"refresh_constants_every: layer {missing[0]} was not seen in this step; leave out torch_compile")
+            raise ValueError(
+                f"refresh_constants_every: layer {missing[0]} was not seen in this step; leave out torch_compile"
+            )
         total = self.trainer.accelerator.reduce(torch.stack([self._sums.pop(n) for n in layers]), "sum").cpu()
         return dict(zip(layers, map(fit_ratio_and_offset, total)))
 

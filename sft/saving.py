@@ -25,7 +25,15 @@ SAME_RUN = """seed max_length packing learning_rate lr_scheduler_type num_train_
     per_device_train_batch_size gradient_accumulation_steps bf16 fp16""".split()
 # What a run leaves in its folder besides checkpoint-N
 OUTPUTS = (
-    *(RUN_FILE, BEFORE_FILE, RESULTS_FILE, CONSTANTS_FILE, "training_log.csv", "training_log.png", "training_args.bin"),
+    *(
+        RUN_FILE,
+        BEFORE_FILE,
+        RESULTS_FILE,
+        CONSTANTS_FILE,
+        "training_log.csv",
+        "training_log.png",
+        "training_args.bin",
+    ),
     *("config.json", "generation_config.json", "chat_template.jinja", "adapter", "trainer_state.json"),
     *(
         "tokenizer*",

@@ -1,5 +1,7 @@
 """What a run will do, said before its first step."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 
@@ -80,7 +82,7 @@ def _trained(trainer: ChatTrainer) -> str:
     return f"{sum(groups.values()):,} of {total:,} numbers: {listed}"
 
 
-def show(rows: list[tuple[str, ...]], title: str, columns: tuple[str, ...] = ()):
+def show(rows: Sequence[tuple[str, ...]], title: str, columns: tuple[str, ...] = ()):
     table = Table(*columns, title=title, show_header=bool(columns))
     for row in rows:
         table.add_row(*row)

@@ -26,7 +26,7 @@ class ChatTrainer(SFTTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.norm_figures: dict[str, float] = {}
+        self.norm_figures = {}
 
     def log(self, logs, start_time=None):
         if "loss" in logs:

@@ -50,7 +50,12 @@ class HubStub:
 
     def environment(self, folder: Path) -> dict[str, str]:
         """For a process that takes this for the Hub; its cache is in `folder`."""
-        settings = {"HF_ENDPOINT": self.address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_secret", "HF_HOME": str(folder)}
+        settings = {
+            "HF_ENDPOINT": self.address,
+            "HF_HUB_OFFLINE": "0",
+            "HF_TOKEN": "hf_secret",
+            "HF_HOME": str(folder),
+        }
         settings |= {"HF_HUB_DISABLE_XET": "1", "HF_MODULES_CACHE": str(folder / "modules")}
         return os.environ | settings
 

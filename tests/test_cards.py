@@ -46,7 +46,10 @@ def test_usage_asks_for_consent_and_fits_the_tokenizer():
     assert "apply_chat_template" not in card(has_chat_template=False)
     assert "| ratio | 1.0065 |" in card() and "Q4_1 blocks, dequantised" in card(quantization="Q4_1")
     assert chat_card().count("trust_remote_code=True") == 3 and "bhyt" in ModelCard(chat_card()).data.tags
-    assert "trust_remote_code" not in chat_card(norm_type=None) and "bhyt" not in ModelCard(chat_card(norm_type=None)).data.tags
+    assert (
+        "trust_remote_code" not in chat_card(norm_type=None)
+        and "bhyt" not in ModelCard(chat_card(norm_type=None)).data.tags
+    )
 
 
 def test_names_of_the_hub_and_no_others_stand_in_the_front_matter():
@@ -63,7 +66,10 @@ def test_what_a_model_said_stays_a_quotation_and_a_cell_a_cell():
 def test_a_users_words_and_keys_survive_a_new_card(tmp_path):
     save_readme(tmp_path, card())
     file = tmp_path / "README.md"
-    file.write_text(file.read_text().replace("tags:", "language: de\ntags:\n- mine").replace(BEGIN, f"Mine.\n\n{BEGIN}") + "\nBelow.\n")
+    file.write_text(
+        file.read_text().replace("tags:", "language: de\ntags:\n- mine").replace(BEGIN, f"Mine.\n\n{BEGIN}")
+        + "\nBelow.\n"
+    )
     save_readme(tmp_path, card(license="mit").replace("A title", "Another"))
     text = file.read_text()
     assert text.index("Mine.") < text.index(BEGIN) < text.index("# Another") < text.index(END) < text.index("Below.")
@@ -77,7 +83,10 @@ def test_a_users_words_and_keys_survive_a_new_card(tmp_path):
 
 def test_a_card_without_marks_is_the_users_and_stays_above():
     merged = merge_card(card(), "# My model\n\nHand-written.\n")
-    assert merged.index("Hand-written.") < merged.index(BEGIN) and ModelCard(merged).data.tags == ["bhyt", "custom_code"]
+    assert merged.index("Hand-written.") < merged.index(BEGIN) and ModelCard(merged).data.tags == [
+        "bhyt",
+        "custom_code",
+    ]
     assert merge_card(card(), "") == merge_card(card(), None) == card()
 
 

@@ -166,7 +166,10 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
 
 def test_what_a_user_wrote_on_the_hub_is_kept(finished, hub):
     assert publish(hub, finished).returncode == 0
-    theirs = hub.files["README.md"].decode().replace("---\n\n", "language: de\n---\n\nMy own words.\n\n", 1) + "\nAnd more.\n"
+    theirs = (
+        hub.files["README.md"].decode().replace("---\n\n", "language: de\n---\n\nMy own words.\n\n", 1)
+        + "\nAnd more.\n"
+    )
     hub.files["README.md"] = theirs.encode()
     (finished / "README.md").write_text(CARD.replace("# Model", "# Newer"))
     assert publish(hub, finished).returncode == 0
@@ -178,7 +181,18 @@ def test_what_a_user_wrote_on_the_hub_is_kept(finished, hub):
 def test_a_failed_push_of_a_graft_leaves_the_folder(tmp_path, hub):
     save_source(tmp_path / "source")
     hub.fail("/api/repos/create", 403)
-    words = ["-m", "conversion", "graft", "source", "out", *QUICK, "--push_to_hub", "someone/model", "--revision", "v1"]
+    words = [
+        "-m",
+        "conversion",
+        "graft",
+        "source",
+        "out",
+        *QUICK,
+        "--push_to_hub",
+        "someone/model",
+        "--revision",
+        "v1",
+    ]
     line = the_line(hub.run(tmp_path, *words))
     assert "out is ready here" in line and "--revision v1" in line
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "bhyt_llama"

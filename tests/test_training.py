@@ -8,7 +8,7 @@ import torch
 from byte_tokenizer import byte_tokenizer
 from conftest import NORM_TYPES, tiny_model
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
@@ -204,16 +204,61 @@ def test_trained_adapter_with_norms_is_reloaded_and_merged_unchanged(tmp_path, n
             assert torch.equal(before, after) is ("variance_" in name), name
 
 
-def test_under_an_adapter_the_bounds_are_reported_and_a_refresh_is_refused(token_ids):
-    bare = tiny_model()
-    expected = bare.depth_bounds()
+@pytest.mark.parametrize("estimator", ["uniform_attention", "published"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["v_proj"]},
+        {"target_modules": "all-linear", "modules_to_save": ["input_layernorm", "post_attention_layernorm"]},
+    ],
+    ids=["projection", "all and norms"],
+)
+def test_under_lora_a_refresh_gives_the_constants_of_the_merged_model(options, estimator):
+    model = tiny_model(attention_bias=True, variance_estimator=estimator)
+    bounds = model.depth_bounds()
+    adapted = get_peft_model(model, LoraConfig(r=4, **options))
+    inner = adapted.get_base_model()
+    assert inner.depth_bounds() == bounds
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad and "variance_" not in name:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    before = inner.variance_constants()
+    changes = inner.refresh_variance_constants()
+    for n, (ratio, offset) in inner.variance_constants().items():
+        assert ratio == before[n][0] and offset == pytest.approx(changes[n][1], rel=1e-6)
+    assert all(old != new for old, new in changes.values())
+    merged = adapted.merge_and_unload()
+    for _, (old, new) in merged.refresh_variance_constants().items():
+        assert new == pytest.approx(old, rel=1e-6)
+
+
+def test_a_refresh_changes_the_trained_copy_of_a_norm_and_leaves_the_original(token_ids):
+    model = tiny_model()
+    before = model.variance_constants()
     norms = ["input_layernorm", "post_attention_layernorm"]
-    for options in {"target_modules": ["v_proj"]}, {"target_modules": ["q_proj"], "modules_to_save": norms}:
-        adapted = get_peft_model(tiny_model(), LoraConfig(**options))
-        assert adapted.base_model.model.depth_bounds() == expected
-        with pytest.raises(ValueError, match="merge it first"):
-            adapted.base_model.model.refresh_variance_constants()
-        assert adapted.merge_and_unload().refresh_variance_constants()
+    adapted = get_peft_model(model, LoraConfig(target_modules=["v_proj"], modules_to_save=norms))
+    inner = adapted.get_base_model()
+    inner.set_variance_constants(dict.fromkeys(before, (2.0, 3.0)))
+    assert set(inner.variance_constants().values()) == {(2.0, 3.0)}
+    with adapted.disable_adapter():
+        assert inner.variance_constants() == before
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        IA3Config(target_modules=["v_proj"], feedforward_modules=[]),
+        LoraConfig(target_modules=["v_proj"], use_dora=True),
+    ],
+    ids=["IA3", "DoRA"],
+)
+def test_under_another_adapter_a_refresh_is_refused_and_changes_nothing(adapter):
+    inner = get_peft_model(tiny_model(), adapter).get_base_model()
+    before = inner.variance_constants()
+    with pytest.raises(ValueError, match="merge it first"):
+        inner.refresh_variance_constants()
+    assert inner.variance_constants() == before
 
 
 def test_constants_saved_with_an_adapter_get_no_gradient_although_peft_unfreezes_them(token_ids):

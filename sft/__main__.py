@@ -90,8 +90,10 @@ def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: Mo
     settings = (arguments, training, model_arguments)
     results = gather_results(base, chat, texts, summary, settings, trainer.state, (before, after), minutes)
     save_json(folder / RESULTS_FILE, results)
-    save_fine_tuned_card(folder, results, result_rows(results))
-    show(result_rows(results), "What it did", ("", "before", "after", "change"))
+    compared = result_rows(results)
+    save_fine_tuned_card(folder, results, compared)
+    if compared:
+        show(compared, "What it did", ("", "before", "after", "change"))
     print(f"{folder} is ready: AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)")
 
 

@@ -80,7 +80,10 @@ class ChatArguments:
     )
     save_dtype: str = field(
         default="auto",
-        metadata={"help": "dtype of the finished model; auto is the base checkpoint's.", "choices": SAVE_DTYPES},
+        metadata={
+            "help": "dtype of the finished model; auto is the base checkpoint's, tensor by tensor.",
+            "choices": SAVE_DTYPES,
+        },
     )
     overwrite: bool = field(default=False, metadata={"help": "Replace what stands in output_dir."})
     dry_run: bool = field(

@@ -9,6 +9,7 @@ import torch
 from accelerate.state import PartialState
 from huggingface_hub import ModelCard, snapshot_download
 from peft import LoraConfig
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,6 +30,7 @@ from .proof import stop_ids
 # Licences and notices travel with what is made of a checkpoint, and so does the report of a graft
 LEGAL_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
 CARRIED_OVER = [*LEGAL_FILES, "conversion_report.*", "README.md"]
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CONSTANTS = ("variance_ratio", "variance_offset")
 GROUPS = {
     "LoRA": ("lora_",),
@@ -67,6 +69,15 @@ class Base:
         if Path(self.name).is_dir():
             return Path(self.name)
         return Path(snapshot_download(self.name, revision=self.loading["revision"], allow_patterns=CARRIED_OVER))
+
+    @cached_property
+    def stored_dtypes(self) -> dict[str, torch.dtype]:
+        """dtype of each tensor as the base stores it. To be asked after the weights were loaded, and so fetched."""
+        found = {}
+        for file in self.folder.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                found |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        return {name: DTYPES[dtype] for name, dtype in found.items() if dtype in DTYPES}
 
     @property
     def license(self) -> str | None:

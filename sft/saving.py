@@ -131,8 +131,8 @@ def save_finished(
             raise ValueError(f"{broken[0]} is not finite after training ({len(broken)} tensors): nothing was saved")
         repair_generation_config(base.name, model.generation_config)
         agree_on_tokens(model, chat)
-        dtype = base.stored_dtype if arguments.save_dtype == "auto" else getattr(torch, arguments.save_dtype)
-        model.to(dtype).save_pretrained(staged)
+        _cast(model, base, arguments.save_dtype)
+        model.save_pretrained(staged)
     chat.save(staged)
     for file in (file for pattern in (*LEGAL_FILES, "conversion_report.*") for file in base.folder.glob(pattern)):
         shutil.copy(file, staged)
@@ -147,6 +147,14 @@ def save_finished(
     else:
         shutil.rmtree(trained)
     return _open(folder, base)
+
+
+def _cast(model: PreTrainedModel, base: Base, save_dtype: str):
+    """Brings every parameter to the dtype to save it in: with "auto" the one that the base stores it in."""
+    kept = base.stored_dtypes if save_dtype == "auto" else {}
+    other = base.stored_dtype if save_dtype == "auto" else getattr(torch, save_dtype)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(kept.get(name, other))
 
 
 def _open(folder: Path, base: Base) -> PreTrainedModel | PeftModel:

@@ -7,6 +7,7 @@ import torch
 from chat_bases import save_base
 from hub_stub import HubStub
 from test_graft import QUICK, save_source
+from test_sft import words_of, write_rows
 
 from model_cards.publish import files_to_publish, plan
 from model_cards.render import BEGIN, END
@@ -176,6 +177,32 @@ def test_what_a_user_wrote_on_the_hub_is_kept(finished, hub):
     card = hub.files["README.md"].decode()
     assert card.index("My own words.") < card.index(BEGIN) < card.index("# Newer") < card.index("And more.")
     assert "language: de" in card and "# Model" not in card
+
+
+def test_a_fine_tune_is_pushed_and_loaded_by_name(tmp_path, hub):
+    base = save_base(tmp_path / "base", kind="chatml")
+    rows = write_rows(tmp_path / "rows.jsonl", [["Hi", "Hello"]] * 4)
+    words = words_of(base, rows, tmp_path / "tuned", save_strategy="epoch", refresh_constants_every=1, use_peft=True)
+    words += ["--push_to_hub", "--hub_model_id", "someone/model", "--hub_private_repo", "True", "--hub_revision", "v1"]
+    dry = hub.run(tmp_path, "-m", "sft", *words, "--dry_run")
+    assert dry.returncode == 0 and not hub.created and not (tmp_path / "tuned").exists(), dry.stderr[-2000:]
+    assert "would upload the finished folder to someone/model, v1 (private if" in dry.stdout
+    done = hub.run(tmp_path, "-m", "sft", *words)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert hub.created[0]["visibility"] == "private" and not hub.files
+    pushed = hub.branches["v1"]
+    assert {"model.safetensors", "results.json", "training_log.csv", "modeling_bhyt.py", "chat_template.jinja"} <= set(
+        pushed
+    )
+    private = ("checkpoint", "optimizer", "training_args", "run.json", "before.json", "adapter", ".git")
+    assert not [name for name in pushed if name.startswith(private)]
+    for name, content in pushed.items():
+        assert b"hf_secret" not in content and str(tmp_path).encode() not in content, name
+    loaded = hub.run(tmp_path, "-P", "-c", LOAD, "v1", "logits.pt", PYTHONPATH="")
+    assert loaded.returncode == 0, loaded.stderr[-2000:]
+    with torch.no_grad():
+        expected = BHyTLlamaForCausalLM.from_pretrained(tmp_path / "tuned")(torch.arange(3, 20)[None]).logits
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
 
 
 def test_a_failed_push_of_a_graft_leaves_the_folder(tmp_path, hub):

@@ -10,7 +10,7 @@ import torch
 from chat_bases import save_base
 from checkpoints import assert_states_equal
 from conftest import run_without_package
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from modeling_bhyt import BHyTLlamaForCausalLM
@@ -151,18 +151,57 @@ def test_first_evaluation_equals_the_loss_of_the_trainer(fine_tune, rows):
     assert logged(folder, "eval_loss")[0] == pytest.approx(results(folder)["before"]["replies"]["loss"], rel=2e-2)
 
 
-def test_rows_of_one_step_give_the_same_weights_however_they_are_accumulated(fine_tune, tmp_path):
+LORA = {"use_peft": True, "lora_r": 4, "lora_dropout": 0, "train_norms": True}
+ONE_STEP = {"optim": "sgd", "max_grad_norm": 0, "warmup_steps": 0, "max_steps": 1}
+
+
+@pytest.mark.parametrize("options", [{}, LORA], ids=["full", "lora"])
+def test_recomputed_blocks_take_the_same_step(fine_tune, recwarn, base, options):
+    options = {**ONE_STEP, "learning_rate": 1.0, **options}
+    plain = fine_tune("plain", **options)
+    for reentrant in (False, True):
+        recompute = {"gradient_checkpointing": True}
+        recompute["gradient_checkpointing_kwargs"] = json.dumps({"use_reentrant": reentrant})
+        folder = fine_tune(f"recomputed {reentrant}", **options, **recompute)
+        torch.testing.assert_close(weights(folder), weights(plain), rtol=0, atol=1e-5)
+    moved = [name for name, tensor in weights(plain).items() if not torch.equal(tensor, weights(base)[name])]
+    assert any("norm" in name for name in moved) and any("_proj" in name for name in moved)
+    assert not [warning for warning in recwarn if "requires_grad" in str(warning.message)]
+
+
+@pytest.mark.parametrize("options", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("norm_type", ["bhyt", "bhyt_star", "dyt", "lns"])
+def test_norms_are_never_decayed(fine_tune, tmp_path, monkeypatch, norm_type, options):
+    decayed = {}
+    step = ChatTrainer.training_step
+
+    def watch(self, *arguments, **others):
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for group in self.optimizer.param_groups:
+            decayed.update((names[id(parameter)], group["weight_decay"]) for parameter in group["params"])
+        return step(self, *arguments, **others)
+
+    monkeypatch.setattr(ChatTrainer, "training_step", watch)
+    start = save_base(tmp_path / "start", norm_type=norm_type)
+    # A step of no length but for the decay: 1e-2 x 1 a step would show
+    fine_tune(base=start, weight_decay=1.0, max_steps=1, **options)
+    assert {name for name, decay in decayed.items() if "norm" in name and decay} == set()
+    assert {name for name, decay in decayed.items() if "_proj" in name and decay}
+    assert sum("norm" in name for name in decayed) >= 6
+
+
+@pytest.mark.parametrize("lora", [{}, LORA], ids=["full", "lora"])
+def test_rows_of_one_step_give_the_same_weights_however_they_are_accumulated(fine_tune, tmp_path, lora):
     rows = write_rows(tmp_path / "uneven.jsonl", [["Q", "a" * count] for count in (2, 4, 7, 12)])
     shapes = [{"per_device_train_batch_size": 4 // steps, "gradient_accumulation_steps": steps} for steps in (1, 2, 4)]
     runs = [
         fine_tune(
             f"out-{number}",
             rows=rows,
-            optim="sgd",
-            max_grad_norm=0,
             save_strategy="steps",
             save_steps=1,
-            warmup_steps=0,
+            **ONE_STEP,
+            **lora,
             **shape,
         )
         for number, shape in enumerate(shapes)
@@ -294,6 +333,12 @@ def test_a_token_without_a_row_is_refused_before_training(fine_tune, base):
     assert "the embeddings have 300 rows" in fine_tune(code=2)
 
 
+def _with_norms_in_fp32(folder: Path) -> Path:
+    mixed = {name: tensor.float() if "norm" in name else tensor for name, tensor in weights(folder).items()}
+    save_file(mixed, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_finished_model_has_the_dtype_of_its_base_and_trains_in_fp32(fine_tune, tmp_path, stored):
     base = save_base(tmp_path / "start")
@@ -301,6 +346,10 @@ def test_finished_model_has_the_dtype_of_its_base_and_trains_in_fp32(fine_tune, 
     folder = fine_tune(base=base)
     assert {tensor.dtype for tensor in weights(folder).values()} == {getattr(torch, stored)}
     assert "trained weights float32; computed in float32" in dict(results(folder)["summary"])["precision"]
+    mixed = fine_tune("mixed", base=_with_norms_in_fp32(base))
+    assert {name: tensor.dtype for name, tensor in weights(mixed).items()} == {
+        name: tensor.dtype for name, tensor in weights(base).items()
+    }
     other = fine_tune("other", base=base, save_dtype="float16")
     assert {tensor.dtype for tensor in weights(other).values()} == {torch.float16}
 

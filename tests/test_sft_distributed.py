@@ -14,7 +14,14 @@ from test_sft import words_of, write_rows
 
 
 # A step of plain gradient descent at rate 1: what a weight lost is its gradient
-ONE_STEP = {"learning_rate": 1.0, "optim": "sgd", "max_grad_norm": 0, "weight_decay": 0, "warmup_steps": 0, "max_steps": 1}
+ONE_STEP = {
+    "learning_rate": 1.0,
+    "optim": "sgd",
+    "max_grad_norm": 0,
+    "weight_decay": 0,
+    "warmup_steps": 0,
+    "max_steps": 1,
+}
 LORA = {"use_peft": True, "lora_r": 4, "lora_dropout": 0, "train_norms": True}
 CASES = {"full": ("uniform_attention", {}), "fitted": ("fitted", {}), "lora": ("uniform_attention", LORA)}
 

@@ -1,6 +1,7 @@
 """SmolLM2-135M and its default graft, fine-tuned on LIMA by one recipe, three seeds each, side by side.
 
-Usage: BHYT_DATA=FOLDER python runs/smollm2_lima.py FOLDER   (about 2 hours on two cores; started again, it goes on)
+Usage: BHYT_DATA=FOLDER python runs/smollm2_lima.py FOLDER [source|graft]   (about 2 hours on two cores; started again, it
+goes on; one of the two alone runs beside the other)
 """
 
 import json
@@ -74,8 +75,10 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     bases = make_bases(folder)
     for seed in SEEDS:
-        for name, base in bases.items():
-            fine_tune(base, folder / f"{name}-{seed}", seed, folder / f"{name}-{SEEDS[0]}" / "before.json")
+        for name in sys.argv[2:] or bases:
+            fine_tune(bases[name], folder / f"{name}-{seed}", seed, folder / f"{name}-{SEEDS[0]}" / "before.json")
+    if not all((folder / f"{name}-{seed}" / "results.json").exists() for name in bases for seed in SEEDS):
+        return
     table = Table("", *(f"{name}: mean, spread" for name in bases))
     runs = {
         name: [figures(json.loads((folder / f"{name}-{seed}" / "results.json").read_text())) for seed in SEEDS]

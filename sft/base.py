@@ -73,7 +73,7 @@ class Base:
     @cached_property
     def stored_dtypes(self) -> dict[str, torch.dtype]:
         """dtype of each tensor as the base stores it. To be asked after the weights were loaded, and so fetched."""
-        found = {}
+        found: dict[str, str] = {}
         for file in self.folder.glob("*.safetensors"):
             with safe_open(file, framework="pt") as tensors:
                 found |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118

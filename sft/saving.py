@@ -132,7 +132,7 @@ def save_finished(
         repair_generation_config(base.name, model.generation_config)
         agree_on_tokens(model, chat)
         _cast(model, base, arguments.save_dtype)
-        model.save_pretrained(staged)
+        model.save_pretrained(str(staged))
     chat.save(staged)
     for file in (file for pattern in (*LEGAL_FILES, "conversion_report.*") for file in base.folder.glob(pattern)):
         shutil.copy(file, staged)

@@ -16,13 +16,13 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
+from evaluation.answers import IGNORED
 from evaluation.perplexity import adds_bos
 
 from .data import BadRow, Conversations, Message
 
 
 OUR_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
-IGNORED = -100
 PROBE = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, ("a", "b", "c", "d"))]
 
 
@@ -113,7 +113,7 @@ def choose_chat(tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> 
     if path is not None:
         try:
             template = Path(path).read_text(encoding="utf-8")
-            return _chat(tokenizer, template, template, path)
+            return _chat(tokenizer, template, template, Path(path).name)
         except (OSError, ValueError, TemplateError) as error:
             raise ValueError(f"the chat template {path} cannot be trained on: {error}") from error
     own, reason = tokenizer.get_chat_template() if tokenizer.chat_template else None, "the checkpoint has none"

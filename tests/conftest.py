@@ -89,3 +89,7 @@ def data_folder() -> Path:
     if not os.environ.get("BHYT_DATA"):
         pytest.skip("real data: set BHYT_DATA to its folder")
     return Path(os.environ["BHYT_DATA"])
+
+
+# Fixtures of a module that needs what stands above
+from chat_runs import base, batches, fine_tune, rows  # noqa: E402, F401

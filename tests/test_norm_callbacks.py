@@ -7,13 +7,12 @@ from math import log, sqrt
 import pytest
 import torch
 from chat_bases import save_base
+from chat_runs import logged, weights, write_rows
 from safetensors.torch import load_file
-from test_sft import base, fine_tune, logged, rows, weights, write_rows  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from modeling_bhyt import BHyTLlamaForCausalLM
 from modeling_bhyt.normalization_bhyt import fit_ratio_and_offset, fit_sums, mean_square
-from sft.trainer import ChatTrainer
 
 
 LOGGED = [
@@ -30,19 +29,6 @@ EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
 def table(folder) -> list[dict[str, str]]:
     with (folder / "training_log.csv").open() as file:
         return list(csv.DictReader(file))
-
-
-def batches_of(monkeypatch) -> list[dict[str, torch.Tensor]]:
-    """The batches that the model is trained on, as they come."""
-    seen = []
-    step = ChatTrainer.training_step
-
-    def watch(self, model, inputs, *arguments, **options):
-        seen.append({name: tensor.clone() for name, tensor in inputs.items() if isinstance(tensor, torch.Tensor)})
-        return step(self, model, inputs, *arguments, **options)
-
-    monkeypatch.setattr(ChatTrainer, "training_step", watch)
-    return seen
 
 
 @torch.no_grad()
@@ -71,8 +57,7 @@ def mean_squares(model, batches) -> dict[int, tuple[torch.Tensor, torch.Tensor]]
     return {n: tuple(torch.cat(part) for part in zip(*pairs)) for n, pairs in found.items()}
 
 
-def test_every_logged_loss_comes_with_what_the_norms_were_in_that_step(fine_tune, base, monkeypatch):  # noqa: F811
-    batches = batches_of(monkeypatch)
+def test_every_logged_loss_comes_with_what_the_norms_were_in_that_step(fine_tune, base, batches):
     folder = fine_tune(max_steps=2, **EVERY_STEP)
     assert all(len(logged(folder, f"norms/{name}")) == 2 for name in LOGGED)
     model = BHyTLlamaForCausalLM.from_pretrained(base)
@@ -90,7 +75,7 @@ def test_every_logged_loss_comes_with_what_the_norms_were_in_that_step(fine_tune
     assert [row["norms/lambda_max"] for row in table(folder)][0] == str(logged(folder, "norms/lambda_max")[0])
 
 
-def test_saturation_is_the_share_beyond_the_bound_at_the_worst_site(fine_tune, tmp_path):  # noqa: F811
+def test_saturation_is_the_share_beyond_the_bound_at_the_worst_site(fine_tune, tmp_path):
     mild, wild = (save_base(tmp_path / f"lambda {number}", attention_lambda=number) for number in (0.1, 1e4))
     assert logged(fine_tune("mild", base=mild, **EVERY_STEP), "norms/saturated_share_max")[0] == 0
     assert logged(fine_tune("wild", base=wild, **EVERY_STEP), "norms/saturated_share_max")[0] > 0.95
@@ -99,7 +84,7 @@ def test_saturation_is_the_share_beyond_the_bound_at_the_worst_site(fine_tune, t
 @pytest.mark.parametrize(
     "options", [{"logging_steps": 2}, {"logging_strategy": "epoch"}, {"logging_steps": 3, "logging_first_step": True}]
 )
-def test_norms_are_watched_in_logged_steps_alone(fine_tune, options):  # noqa: F811
+def test_norms_are_watched_in_logged_steps_alone(fine_tune, options):
     options = {"per_device_train_batch_size": 2, "max_steps": 4, **EVERY_STEP, **options}
     folder = fine_tune(**options)
     entries = [entry for entry in table(folder) if entry["loss"]]
@@ -107,7 +92,7 @@ def test_norms_are_watched_in_logged_steps_alone(fine_tune, options):  # noqa: F
     assert sum(bool(entry["norms/lambda_max"]) for entry in table(folder)) == len(entries)
 
 
-def test_a_plain_llama_has_no_norms_to_speak_of_and_nothing_to_refresh(fine_tune, tmp_path):  # noqa: F811
+def test_a_plain_llama_has_no_norms_to_speak_of_and_nothing_to_refresh(fine_tune, tmp_path):
     plain = save_base(tmp_path / "plain", plain=True)
     assert not any(key.startswith("norms/") for row in table(fine_tune(base=plain)) for key in row)
     assert "this base estimates no variance" in fine_tune("other", base=plain, code=2, refresh_constants_every=1)
@@ -123,7 +108,7 @@ def test_a_plain_llama_has_no_norms_to_speak_of_and_nothing_to_refresh(fine_tune
     [{}, {"use_peft": True, "lora_r": 4}, {"use_peft": True, "lora_r": 4, "train_norms": True}],
     ids=["full", "lora", "lora and norms"],
 )
-def test_constants_from_weights_are_those_of_the_finished_model(fine_tune, tmp_path, lora, estimator):  # noqa: F811
+def test_constants_from_weights_are_those_of_the_finished_model(fine_tune, tmp_path, lora, estimator):
     start = save_base(tmp_path / "start", variance_estimator=estimator)
     folder = fine_tune(base=start, refresh_constants_every=1, **lora, **EVERY_STEP)
     model = BHyTLlamaForCausalLM.from_pretrained(folder)
@@ -149,10 +134,9 @@ def test_constants_from_weights_are_those_of_the_finished_model(fine_tune, tmp_p
     ],
     ids=["plain", "recomputed", "accumulated", "packed"],
 )
-def test_fitted_constants_are_those_of_the_tokens_of_the_step(fine_tune, tmp_path, monkeypatch, options):  # noqa: F811
-    rows = write_rows(tmp_path / "uneven.jsonl", [["Q", "a" * (3 + 5 * n)] for n in range(4)])  # noqa: F811
+def test_fitted_constants_are_those_of_the_tokens_of_the_step(fine_tune, tmp_path, batches, options):
+    rows = write_rows(tmp_path / "uneven.jsonl", [["Q", "a" * (3 + 5 * n)] for n in range(4)])
     start = save_base(tmp_path / "start", variance_estimator="fitted")
-    batches = batches_of(monkeypatch)
     folder = fine_tune(base=start, rows=rows, max_steps=1, refresh_constants_every=1, **EVERY_STEP, **options)
     model = BHyTLlamaForCausalLM.from_pretrained(start)
     for n, pair in mean_squares(model, batches).items():
@@ -161,7 +145,7 @@ def test_fitted_constants_are_those_of_the_tokens_of_the_step(fine_tune, tmp_pat
         assert actual == pytest.approx(expected, rel=1e-3)
 
 
-def test_fitted_constants_lessen_the_error_that_the_next_step_logs(fine_tune, tmp_path):  # noqa: F811
+def test_fitted_constants_lessen_the_error_that_the_next_step_logs(fine_tune, tmp_path):
     start = save_base(tmp_path / "start", variance_estimator="fitted")
     model = BHyTLlamaForCausalLM.from_pretrained(start)
     model.set_variance_constants(dict.fromkeys(model.variance_constants(), (5.0, 0.0)))
@@ -176,7 +160,7 @@ def test_fitted_constants_lessen_the_error_that_the_next_step_logs(fine_tune, tm
     [("uniform_attention", {}), ("fitted", {"use_peft": True, "lora_r": 4})],
     ids=["full", "lora"],
 )
-def test_a_resumed_run_goes_on_with_refreshed_constants(fine_tune, tmp_path, estimator, lora):  # noqa: F811
+def test_a_resumed_run_goes_on_with_refreshed_constants(fine_tune, tmp_path, estimator, lora):
     start = save_base(tmp_path / "start", variance_estimator=estimator)
     options = {"base": start, "per_device_train_batch_size": 2, "refresh_constants_every": 2, **EVERY_STEP, **lora}
     whole = fine_tune("whole", **options)
@@ -190,7 +174,7 @@ def test_a_resumed_run_goes_on_with_refreshed_constants(fine_tune, tmp_path, est
     assert history[0] == history[1]
 
 
-def test_the_best_adapter_is_merged_with_the_constants_of_its_own_step(fine_tune, tmp_path, rows):  # noqa: F811
+def test_the_best_adapter_is_merged_with_the_constants_of_its_own_step(fine_tune, tmp_path, rows):
     options = {"use_peft": True, "lora_r": 4, "refresh_constants_every": 1, "num_train_epochs": 2}
     options |= {"eval_data": rows, "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
     # The worse by its loss is called the best, so that it is not the last
@@ -212,7 +196,7 @@ def test_the_best_adapter_is_merged_with_the_constants_of_its_own_step(fine_tune
     )
 
 
-def test_an_adapter_alone_cannot_carry_constants(fine_tune):  # noqa: F811
+def test_an_adapter_alone_cannot_carry_constants(fine_tune):
     options = {"use_peft": True, "lora_r": 4, "merge_adapter": False, "refresh_constants_every": 1}
     assert "an adapter alone does not carry" in fine_tune(code=2, **options)
     fine_tune(train_norms=True, **options)

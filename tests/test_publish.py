@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from chat_bases import save_base
+from chat_runs import words_of, write_rows
 from hub_stub import HubStub
 from test_graft import QUICK, save_source
-from test_sft import words_of, write_rows
 
 from model_cards.publish import files_to_publish, plan
 from model_cards.render import BEGIN, END

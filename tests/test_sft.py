@@ -8,74 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from chat_bases import save_base
+from chat_runs import ROWS, logged, results, weights, write_rows
 from checkpoints import assert_states_equal
 from conftest import run_without_package
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from modeling_bhyt import BHyTLlamaForCausalLM
-from sft.__main__ import main
 from sft.trainer import ChatTrainer
-
-
-ROWS = [[f"Q{number}", f"A{number}"] + (["more", "ok"] if number % 3 == 0 else []) for number in range(8)]
-QUICK = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "max_answer_tokens": 0, "logging_steps": 1}
-QUICK |= {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "num_train_epochs": 1, "save_strategy": "no"}
-
-
-@pytest.fixture
-def base(tmp_path) -> Path:
-    return save_base(tmp_path / "base")
-
-
-@pytest.fixture
-def rows(tmp_path) -> Path:
-    return write_rows(tmp_path / "rows.jsonl", ROWS)
-
-
-def write_rows(file: Path, rows) -> Path:
-    file.write_text("\n".join(json.dumps({"conversations": row}) for row in rows), encoding="utf-8")
-    return file
-
-
-def words_of(base: Path, rows: Path, output: Path, **options) -> list[str]:
-    options = {"model_name_or_path": base, "data": rows, "output_dir": output, **QUICK, **options}
-    words = []
-    for name, value in options.items():
-        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return words
-
-
-@pytest.fixture
-def fine_tune(base, rows, tmp_path, monkeypatch, capsys):
-    """Runs the command in this process; the folder it made, or its exit code and its one line."""
-
-    def run(output: str = "out", base: Path = base, rows: Path = rows, code: int = 0, **options):
-        folder = tmp_path / output
-        monkeypatch.setattr("sys.argv", ["sft", *words_of(base, rows, folder, **options)])
-        if not code:
-            main()
-            return folder
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert stopped.value.code == code and error.startswith("error: "), error
-        return error
-
-    return run
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def results(folder: Path) -> dict:
-    return json.loads((folder / "results.json").read_text(encoding="utf-8"))
-
-
-def logged(folder: Path, key: str) -> list[float]:
-    (last,) = sorted(folder.glob("checkpoint-*/trainer_state.json"))[-1:]
-    return [entry[key] for entry in json.loads(last.read_text())["log_history"] if key in entry]
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["bhyt", "llama"])
@@ -212,15 +152,7 @@ def test_rows_of_one_step_give_the_same_weights_however_they_are_accumulated(fin
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_batch_handed_to_the_model_supervises_replies_and_their_ends_alone(fine_tune, monkeypatch, packing):
-    batches = []
-    step = ChatTrainer.training_step
-
-    def watch(self, model, inputs, *arguments, **options):
-        batches.append({name: tensor.clone() for name, tensor in inputs.items() if isinstance(tensor, torch.Tensor)})
-        return step(self, model, inputs, *arguments, **options)
-
-    monkeypatch.setattr(ChatTrainer, "training_step", watch)
+def test_batch_handed_to_the_model_supervises_replies_and_their_ends_alone(fine_tune, batches, packing):
     options = {"packing": True, "max_length": 128} if packing else {}
     folder = fine_tune(**options)
     tokenizer = AutoTokenizer.from_pretrained(folder)

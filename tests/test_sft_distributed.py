@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 from chat_bases import save_base
+from chat_runs import words_of, write_rows
 from conftest import REPOSITORY
 from safetensors.torch import load_file
-from test_sft import words_of, write_rows
 
 
 # A step of plain gradient descent at rate 1: what a weight lost is its gradient

@@ -3,16 +3,19 @@
 import csv
 import json
 from math import log, sqrt
+from types import SimpleNamespace
 
 import pytest
 import torch
 from chat_bases import save_base
 from chat_runs import logged, weights, write_rows
+from conftest import tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from modeling_bhyt import BHyTLlamaForCausalLM
 from modeling_bhyt.normalization_bhyt import fit_ratio_and_offset, fit_sums, mean_square
+from sft.norm_callbacks import RefreshConstants
 
 
 LOGGED = [
@@ -194,6 +197,26 @@ def test_the_best_adapter_is_merged_with_the_constants_of_its_own_step(fine_tune
         load_file(folder / "adapter" / "adapter_model.safetensors").keys()
         == load_file(first / "adapter_model.safetensors").keys()
     )
+
+
+@pytest.mark.parametrize(
+    ("estimator", "quantized", "zero3", "said"),
+    [
+        ("published", True, False, "cannot be read from 4 or 8 bits: load the base in floating point"),
+        ("fitted", True, False, None),
+        ("published", False, True, "ZeRO-3 keeps the weights where they cannot be read: use FSDP2 or ZeRO-2"),
+        ("fitted", False, True, "ZeRO-3 keeps the weights where they cannot be read: use FSDP2 or ZeRO-2"),
+    ],
+)
+def test_weights_that_cannot_be_read_are_refused_at_the_start(monkeypatch, estimator, quantized, zero3, said):
+    monkeypatch.setattr("sft.norm_callbacks.is_deepspeed_zero3_enabled", lambda: zero3)
+    model = tiny_model(variance_estimator=estimator)
+    model.is_quantized = quantized
+    if said is None:
+        RefreshConstants(SimpleNamespace(model=model), 3)
+        return
+    with pytest.raises(ValueError, match=f"refresh_constants_every is 3, but .*{said}; or leave it out"):
+        RefreshConstants(SimpleNamespace(model=model), 3)
 
 
 def test_an_adapter_alone_cannot_carry_constants(fine_tune):

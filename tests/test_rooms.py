@@ -9,6 +9,7 @@ import zipfile
 
 import pytest
 from byte_tokenizer import byte_tokenizer
+from chat_runs import write_rows
 from conftest import REPOSITORY, tiny_llama
 
 
@@ -66,14 +67,18 @@ def snippets(language: str) -> list[str]:
 
 
 def test_readme_snippets_run_in_their_order(tmp_path):
-    """Convert, load and fine-tune as printed, with a tiny source where README names one on the Hub."""
+    """Convert, load and fine-tune as printed, with a tiny source and a few rows where README names them on the Hub."""
     source = tmp_path / "HuggingFaceTB" / "SmolLM2-135M-Instruct"
     tiny_llama(max_position_embeddings=1024).save_pretrained(source)
     byte_tokenizer().save_pretrained(source)
     load, fine_tune = snippets("python")
     (convert,) = (snippet for snippet in snippets("bash") if "conversion graft" in snippet)
     (after,) = (snippet for snippet in snippets("bash") if "conversion heal" in snippet)
-    shell = convert + after.replace("SOURCE", "HuggingFaceTB/SmolLM2-135M-Instruct")
+    (tune,) = (snippet for snippet in snippets("bash") if "python -m sft" in snippet)
+    write_rows(tmp_path / "rows.jsonl", [["Hi", "Hello"]] * 4)
+    rows = "--data rows.jsonl --eval_data rows.jsonl --num_train_epochs 1 --use_cpu True --bf16 False"
+    tune = tune.replace("sft/recipes", f"{REPOSITORY}/sft/recipes").replace("\n", f" {rows}\n")
+    shell = convert + tune + after.replace("SOURCE", "HuggingFaceTB/SmolLM2-135M-Instruct")
     lines = [line.replace("python ", f"{sys.executable} ", 1) for line in shell.splitlines()]
     lines.append(f"{sys.executable} -c '{load.replace('your-name/smollm2-bhyt', 'smollm2-bhyt')}'")
     # The machine may have no accelerator: README says how then
@@ -82,6 +87,7 @@ def test_readme_snippets_run_in_their_order(tmp_path):
     done = subprocess.run(["bash", "-ec", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "smollm2-bhyt-sft" / "modeling_bhyt.py").is_file()
+    assert (tmp_path / "smollm2-lima" / "training_log.png").is_file()
     assert (tmp_path / "smollm2-healed" / "modeling_bhyt.py").is_file()
     assert '"model_type": "llama"' in (tmp_path / "smollm2-plain" / "config.json").read_text()
 

@@ -11,8 +11,8 @@ demo-sft: .venv/installed  ## fine-tune the demo's graft on 64 rows of LIMA and 
 	test -f demo/smollm2-bhyt/config.json || $(MAKE) demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh runs/demo_sft.sh demo/smollm2-bhyt demo/smollm2-lima
 
-test: .venv/installed  ## every test (about 8 minutes)
-	$(BIN)/python -m pytest -rs
+test: .venv/installed  ## every test, two at a time (about 10 minutes)
+	$(BIN)/python -m pytest -rs -n 2 --dist loadfile
 
 test-floor: .venv-floor/installed  ## the model's tests under the oldest transformers that is supported
 	.venv-floor/bin/python -m pytest tests/test_normalization.py tests/test_configuration.py tests/test_modeling.py tests/test_causality.py tests/test_checkpoint.py

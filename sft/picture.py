@@ -1,5 +1,6 @@
 """The run's picture: the losses, and what training did to the norms."""
 
+from math import ceil
 from pathlib import Path
 
 import matplotlib
@@ -10,6 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 
+COLUMNS = 3
 PANELS = {
     "loss": ["loss", "eval_loss"],
     "lambda": ["norms/lambda_min", "norms/lambda_max"],
@@ -26,12 +28,17 @@ def draw_training(history: list[dict], file: Path):
     panels = {title: keys for title, keys in panels.items() if keys}
     if not panels:
         return
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.6), squeeze=False)
-    for axis, (title, keys) in zip(axes[0], panels.items()):
+    width = min(len(panels), COLUMNS)
+    height = ceil(len(panels) / width)
+    figure, axes = plt.subplots(height, width, figsize=(4.5 * width, 3.4 * height), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (title, keys) in zip(axes.flat, panels.items()):
         for key in keys:
             points = [(entry["step"], entry[key]) for entry in history if key in entry]
             axis.plot(*zip(*points), marker=".", label=key.removeprefix("norms/").replace("_", " "))
         axis.set(xlabel="step", title=title)
+        axis.ticklabel_format(useOffset=False)
         axis.legend()
     figure.tight_layout()
     # Without the time of drawing, the same run gives the same bytes

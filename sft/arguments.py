@@ -93,6 +93,8 @@ class ChatArguments:
     def __post_init__(self):
         if not self.data:
             raise ValueError("data is missing: name a file or a Hub id, as in --data GAIR/lima")
+        # A C locale hands the bytes of a flag over as surrogates
+        self.questions = [q.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for q in self.questions]
         for name, least in {
             "num_perplexity_windows": 1,
             "perplexity_window_length": 8,

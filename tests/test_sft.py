@@ -2,15 +2,18 @@
 
 import json
 import math
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from chat_bases import save_base
-from chat_runs import ROWS, logged, results, weights, write_rows
+from chat_runs import ROWS, logged, results, weights, words_of, write_rows
 from checkpoints import assert_states_equal
-from conftest import run_without_package
+from conftest import REPOSITORY, run_without_package
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
@@ -92,6 +95,7 @@ def test_first_evaluation_equals_the_loss_of_the_trainer(fine_tune, rows):
 
 
 LORA = {"use_peft": True, "lora_r": 4, "lora_dropout": 0, "train_norms": True}
+EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
 ONE_STEP = {"optim": "sgd", "max_grad_norm": 0, "warmup_steps": 0, "max_steps": 1}
 
 
@@ -161,6 +165,35 @@ def test_batch_handed_to_the_model_supervises_replies_and_their_ends_alone(fine_
     assert replies.pop() == "" and sorted(replies) == sorted(reply for row in ROWS for reply in row[1::2])
 
 
+def test_rows_that_max_length_empties_or_cuts_are_counted_and_spoil_nothing(fine_tune, tmp_path):
+    long = [["q" * 200, "abc"]] * 4
+    cut = [["Q", "a" * 100]] * 2
+    short = [["Q", "abc"]] * 2
+    folder = fine_tune(rows=write_rows(tmp_path / "long.jsonl", long + cut + short), max_length=64, **EVERY_STEP)
+    found = results(folder)["data"]["data"]
+    counts = [found[name] for name in ("num_rows", "num_kept", "num_without_reply", "num_cut", "num_without_end")]
+    assert counts == [8, 4, 4, 2, 2]
+    assert all(0 < loss < math.inf for loss in logged(folder, "loss"))
+    assert all(tensor.isfinite().all() for tensor in weights(folder).values())
+    error = fine_tune("none", rows=write_rows(tmp_path / "none.jsonl", long), max_length=64, code=2)
+    assert "max_length = 64" in error and not (tmp_path / "none" / "run.json").exists()
+
+
+def test_any_text_is_trained_on_in_any_locale(base, tmp_path):
+    text = "Use </s> or <eos> to end \u2014 na\u00efve \U0001f600\u2028    indented"
+    rows = write_rows(tmp_path / "any.jsonl", [[text, f"  {text}\n"]] * 2)
+    words = words_of(base, rows, tmp_path / "out", max_answer_tokens=4, questions=[text, "b"])
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment |= {"PYTHONPATH": str(REPOSITORY), "PYTHONIOENCODING": ""}
+    done = subprocess.run([sys.executable, "-m", "sft", *words], env=environment, cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = results(tmp_path / "out")
+    # Bytes are tokens here: the trimmed reply and one end of turn
+    assert found["data"]["data"]["num_supervised"] == 2 * (len(text.encode()) + 1)
+    assert found["after"]["answers"][0]["question"] == text
+    assert text.split("\u2028")[0].replace("<", "&lt;") in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
 def test_an_adapter_trains_the_projections_and_not_the_head_and_is_merged(fine_tune, base):
     folder = fine_tune(use_peft=True, lora_r=4)
     stored = load_file(folder / "adapter" / "adapter_model.safetensors")
@@ -174,6 +207,8 @@ def test_an_adapter_trains_the_projections_and_not_the_head_and_is_merged(fine_t
 
 def test_an_adapter_with_norms_changes_gains_and_lambda_and_no_constant(fine_tune, base):
     folder = fine_tune(use_peft=True, lora_r=4, train_norms=True, weight_decay=1.0)
+    stored = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert sum(name.endswith((".lam", "layernorm.weight")) for name in stored) == 12
     moved = {name for name, tensor in weights(folder).items() if not torch.equal(tensor, weights(base)[name])}
     norms = {name for name in weights(base) if "layernorm.weight" in name or name.endswith(".lam")}
     assert moved == norms | {name for name in weights(base) if "_proj." in name}

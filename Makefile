@@ -11,7 +11,7 @@ demo-sft: .venv/installed  ## fine-tune the demo's graft on 64 rows of LIMA and 
 	test -f demo/smollm2-bhyt/config.json || $(MAKE) demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh runs/demo_sft.sh demo/smollm2-bhyt demo/smollm2-lima
 
-test: .venv/installed  ## every test, two at a time (about 10 minutes)
+test: .venv/installed  ## every test, two at a time (about 12 minutes)
 	$(BIN)/python -m pytest -rs -n 2 --dist loadfile
 
 test-floor: .venv-floor/installed  ## the model's tests under the oldest transformers that is supported

@@ -221,7 +221,7 @@ def test_legal_texts_of_the_source_travel_with_the_graft(tmp_path):
     graft(tmp_path / "source", tmp_path / "out")
     assert (tmp_path / "out" / "LICENSE.txt").read_text() == "Do as you like."
     assert (tmp_path / "out" / "NOTICE").read_text() == "Made by someone."
-    assert 'license: "apache-2.0"' in (tmp_path / "out" / "README.md").read_text()
+    assert "license: apache-2.0\n" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_mixed_dtype_source_is_rotated_and_measured(tmp_path):

@@ -120,10 +120,12 @@ def publish(folder: Path, repository: str, private: bool = False, revision: str 
     """
     check_repository(repository)
     files = files_to_publish(folder)
+    if not (folder / "README.md").is_file():
+        raise ValueError(f"{folder} has no README.md: the Hub shows it as the model's card; write one")
+    card = (folder / "README.md").read_text(encoding="utf-8")
     api = HfApi()
     try:
         # The Hub would refuse the commit for its card at the very end
-        card = (folder / "README.md").read_text(encoding="utf-8")
         _validate(card, folder)
         created = api.create_repo(repository, private=private, exist_ok=True)
         if revision and revision != "main":

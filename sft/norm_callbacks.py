@@ -5,7 +5,6 @@ each document's first token, whose massive activations no estimate is meant for.
 checkpointing) are seen twice, each token alike, which changes no mean.
 """
 
-import json
 from math import sqrt
 from pathlib import Path
 from statistics import median
@@ -18,7 +17,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from modeling_bhyt.constants_bhyt import running_module
 from modeling_bhyt.normalization_bhyt import BHyT, EstimatingSite, fit_ratio_and_offset, fit_sums, mean_square
 
-from .saving import CONSTANTS_FILE, save_json
+from .saving import CONSTANTS_FILE, read_constants, save_json
 from .trainer import ChatTrainer
 
 
@@ -222,11 +221,9 @@ class RefreshConstants(NormCallback):
         self._write(Path(args.output_dir), state)
 
     def _take_up(self, checkpoint: str | None):
-        file = Path(checkpoint, CONSTANTS_FILE) if checkpoint else None
-        if file and file.is_file():
-            kept = json.loads(file.read_text(encoding="utf-8"))
-            self.history = kept["history"]
-            self.model.set_variance_constants({int(n): tuple(pair) for n, pair in kept["constants"].items()})
+        if checkpoint and Path(checkpoint, CONSTANTS_FILE).is_file():
+            constants, self.history = read_constants(Path(checkpoint))
+            self.model.set_variance_constants(constants)
 
     def _write(self, folder: Path, state):
         # Read by every process, for parameters may be sharded; written by one

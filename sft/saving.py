@@ -104,6 +104,12 @@ def save_json(file: Path, content: dict):
     partial.replace(file)
 
 
+def read_constants(folder: Path) -> tuple[dict[int, tuple[float, float]], list[dict]]:
+    """((r, c) of each layer, every refresh so far) as RefreshConstants left them in a folder."""
+    kept = json.loads((folder / CONSTANTS_FILE).read_text(encoding="utf-8"))
+    return {int(n): tuple(pair) for n, pair in kept["constants"].items()}, kept["history"]
+
+
 def save_finished(
     trained: Path, folder: Path, base: Base, chat: Chat, arguments: ChatArguments
 ) -> PreTrainedModel | PeftModel:
@@ -124,8 +130,8 @@ def save_finished(
         model = _open(trained, base)
         if is_adapter and (folder / CONSTANTS_FILE).is_file():
             # An adapter's weights do not hold what was refreshed in its base
-            constants = json.loads((folder / CONSTANTS_FILE).read_text(encoding="utf-8"))["constants"]
-            model.get_base_model().set_variance_constants({int(n): pair for n, pair in constants.items()})
+            constants, _ = read_constants(folder)
+            model.get_base_model().set_variance_constants(constants)
         model = model.merge_and_unload() if is_adapter else model
         if broken := [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]:
             raise ValueError(f"{broken[0]} is not finite after training ({len(broken)} tensors): nothing was saved")

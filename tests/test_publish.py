@@ -160,6 +160,11 @@ def test_a_name_that_is_none_is_refused(finished, name):
         plan(finished, name)
 
 
+def test_a_folder_without_a_card_is_refused_before_the_hub_is_asked(finished, hub):
+    (finished / "README.md").unlink()
+    assert "out has no README.md" in the_line(publish(hub, finished)) and not hub.requests
+
+
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint"):
         plan(tmp_path, "someone/model")

@@ -9,6 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from evaluation.command_line import fail
 from evaluation.perplexity import perplexity
 from model_cards.converted import save_converted_card
 from model_cards.publish import publish
@@ -22,7 +23,6 @@ from .arguments import (
     HealingArguments,
     OutputArguments,
     VerifyArguments,
-    fail,
     parse_command,
 )
 from .calibration import Basis, OriginalBasis
@@ -280,12 +280,10 @@ def main():
     arguments = parse_command(sys.argv[1:])
     try:
         sys.exit(RUN[type(arguments)](arguments) or 0)
-    except StrictDataclassError as error:
-        fail(str(error).splitlines()[-1].strip().removeprefix("ValueError: "))
     except BudgetMissed as missed:
-        fail(str(missed), code=1)
-    except (ValueError, OSError) as error:
-        fail(" ".join(str(error).split()))
+        fail(missed, code=1)
+    except (ValueError, OSError, StrictDataclassError) as error:
+        fail(error)
     except KeyboardInterrupt:
         resume = ""
         if getattr(arguments, "heal_tokens", 0) and Path(f"{arguments.output}.checkpoints").is_dir():

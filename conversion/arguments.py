@@ -4,11 +4,12 @@ import math
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar, NoReturn, TypeVar, get_type_hints
+from typing import ClassVar, TypeVar, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
 
+from evaluation.command_line import OneLineErrors, fail
 from model_cards.publish import check_repository
 
 
@@ -124,6 +125,8 @@ class OutputArguments(MeasureArguments):
         super().__post_init__()
         if self.push_to_hub is not None:
             check_repository(self.push_to_hub)
+        elif self.private or self.revision is not None:
+            raise ValueError("private and revision are about an upload: give --push_to_hub name/model too")
         output = Path(self.output).resolve()
         for name in ("source", "model", "teacher"):
             if given := getattr(self, name, None):
@@ -312,11 +315,8 @@ def _layer_indices(layers) -> list[int] | None:
     return sorted({int(word) for word in words})
 
 
-class OneLineParser(HfArgumentParser):
-    """Identical to HfArgumentParser except: bad input gets one line, not the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(message)
+class OneLineParser(OneLineErrors, HfArgumentParser):
+    pass
 
 
 def parse(kind: type[Arguments], words: list[str]) -> Arguments:
@@ -334,19 +334,14 @@ def parse(kind: type[Arguments], words: list[str]) -> Arguments:
     try:
         return parser.parse_args_into_dataclasses(words)[0]
     except ValueError as error:
-        fail(str(error))
-
-
-def fail(message: str, code: int = 2) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(code)
+        fail(error)
 
 
 def _read_yaml(path: str, kind: type) -> dict:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        fail(f"{path} cannot be read as YAML: {' '.join(str(error).split())}")
+        fail(f"{path} cannot be read as YAML: {error}")
     known = {f.name for f in fields(kind)} - {"config"}
     if not isinstance(values, dict) or (unknown := sorted(set(values) - known)):
         what = f"unknown key {unknown[0]!r}" if isinstance(values, dict) else "not a mapping of keys to values"

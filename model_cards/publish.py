@@ -3,7 +3,6 @@
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
@@ -18,6 +17,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
+
+from evaluation.command_line import OneLineErrors, fail
 
 from .render import merge_card
 
@@ -172,8 +173,14 @@ def _reason(error: Exception) -> str:
     return f"the connection to the Hub failed ({' '.join(str(error).split()) or type(error).__name__})"
 
 
+class OneLineParser(OneLineErrors, argparse.ArgumentParser):
+    pass
+
+
 def main():
-    parser = argparse.ArgumentParser(prog="python -m model_cards.publish", description="Uploads a finished folder.")
+    parser = OneLineParser(
+        prog="python -m model_cards.publish", description="Uploads a finished folder.", allow_abbrev=False
+    )
     parser.add_argument("folder", type=Path, help="the folder of a finished model")
     parser.add_argument("repository", help="where to: name/model")
     parser.add_argument("--private", action="store_true", help="make the repository private, if it has to be made")
@@ -184,8 +191,7 @@ def main():
     try:
         print(act(arguments.folder, arguments.repository, arguments.private, arguments.revision))
     except (ValueError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        fail(error)
 
 
 if __name__ == "__main__":

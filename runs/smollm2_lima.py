@@ -1,7 +1,10 @@
 """SmolLM2-135M and its default graft, fine-tuned on LIMA by one recipe, three seeds each, side by side.
 
-Usage: BHYT_DATA=FOLDER python runs/smollm2_lima.py FOLDER [source|graft]   (about 2 hours on two cores; started again, it
-goes on; one of the two alone runs beside the other)
+Usage: BHYT_DATA=FOLDER python runs/smollm2_lima.py FOLDER [NAME ...]   (3 hours a name on one core; names run beside each
+other from two shells, once the bases are made; started again, it goes on)
+
+NAME is source or graft, both by default, or one of two plain Llamas on the way from one to the other, trained with one seed
+and not evaluated: folded (gains multiplied into the projections that read them) and rotated (the graft's basis, RMSNorm).
 """
 
 import json
@@ -11,13 +14,16 @@ import sys
 from pathlib import Path
 from statistics import mean, stdev
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from conversion.rotation import READERS, model_of, rotate
 from conversion.source import read_source
 
 
 SEEDS = (0, 1, 2)
+COMPARED, BETWEEN = ("source", "graft"), ("folded", "rotated")
 RECIPE = "sft/recipes/smollm2_cpu.yaml"
 
 
@@ -26,28 +32,49 @@ def run(*words: str):
 
 
 def make_bases(folder: Path) -> dict[str, Path]:
-    """The source as a plain checkpoint, and its default graft."""
+    """The source as a plain checkpoint, its default graft, and the two between them."""
     find = [sys.executable, "runs/find_smollm2.py"]
     gguf = subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip()
-    bases = {"source": folder / "source", "graft": folder / "graft"}
-    if not (bases["source"] / "config.json").exists():
-        source = read_source(gguf)
-        source.model.save_pretrained(bases["source"])
-        source.tokenizer.save_pretrained(bases["source"])
+    bases = {name: folder / name for name in (*COMPARED, *BETWEEN)}
     if not bases["graft"].exists():
         run("conversion", "graft", gguf, str(bases["graft"]))
+    if all((bases[name] / "config.json").exists() for name in ("source", *BETWEEN)):
+        return bases
+    source = read_source(gguf)
+    save_base(source.model, source.tokenizer, bases["source"])
+    save_base(model_of(rotate(source, seed=0)), source.tokenizer, bases["rotated"])
+    fold_gains(source.model)
+    save_base(source.model, source.tokenizer, bases["folded"])
     return bases
 
 
-def fine_tune(base: Path, output: Path, seed: int, known: Path):
+def save_base(model, tokenizer, folder: Path):
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def fold_gains(model):
+    """W' = W diag(gamma), gamma' = 1 in every block: the same function, in which Adam's step on W is 1 / gamma times as large."""
+    for layer in model.model.layers:
+        for projection, norm in READERS.items():
+            layer.get_submodule(projection).weight.mul_(layer.get_submodule(norm).weight)
+        for norm in set(READERS.values()):
+            layer.get_submodule(norm).weight.fill_(1)
+
+
+def fine_tune(base: Path, output: Path, seed: int, known: Path, evaluate: bool):
     """One run of the recipe, gone on with where it was stopped; figures of the base are measured once for all seeds."""
     if (output / "results.json").exists():
         return
     data = Path(os.environ["BHYT_DATA"])
     words = ["sft", "--config", RECIPE, "--model_name_or_path", str(base), "--output_dir", str(output)]
-    words += ["--data", f"{data / 'lima1k.json'}[:250]", "--eval_data", f"{data / 'eval_csqa_qnli_rte.json'}[:200]"]
-    words += ["--perplexity_data", f"{data / 'c4_en_valid.jsonl'}[100:]", str(data / "wikitext2_raw_test.txt")]
-    words += ["--seed", str(seed)]
+    words += ["--data", f"{data / 'lima1k.json'}[:250]", "--seed", str(seed)]
+    if evaluate:
+        words += ["--eval_data", f"{data / 'eval_csqa_qnli_rte.json'}[:200]"]
+        words += ["--perplexity_data", f"{data / 'c4_en_valid.jsonl'}[100:]", str(data / "wikitext2_raw_test.txt")]
+    else:
+        words += ["--max_answer_tokens", "0"]
     if any(output.glob("checkpoint-*")):
         words += ["--resume_from_checkpoint", "last"]
     else:
@@ -75,18 +102,18 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     bases = make_bases(folder)
     for seed in SEEDS:
-        for name in sys.argv[2:] or bases:
-            fine_tune(bases[name], folder / f"{name}-{seed}", seed, folder / f"{name}-{SEEDS[0]}" / "before.json")
-    if not all((folder / f"{name}-{seed}" / "results.json").exists() for name in bases for seed in SEEDS):
+        for name in sys.argv[2:] or COMPARED:
+            if name in COMPARED or seed == SEEDS[0]:
+                known = folder / f"{name}-{SEEDS[0]}" / "before.json"
+                fine_tune(bases[name], folder / f"{name}-{seed}", seed, known, name in COMPARED)
+    results = {name: [folder / f"{name}-{seed}" / "results.json" for seed in SEEDS] for name in COMPARED}
+    if not all(file.exists() for files in results.values() for file in files):
         return
-    table = Table("", *(f"{name}: mean, spread" for name in bases))
-    runs = {
-        name: [figures(json.loads((folder / f"{name}-{seed}" / "results.json").read_text())) for seed in SEEDS]
-        for name in bases
-    }
+    runs = {name: [figures(json.loads(file.read_text())) for file in files] for name, files in results.items()}
+    table = Table("", *(f"{name}: mean, spread" for name in COMPARED))
     for key in runs["source"][0]:
-        values = {name: [found[key] for found in runs[name]] for name in bases}
-        table.add_row(key, *(f"{mean(numbers):.4f}  {stdev(numbers):.4f}" for numbers in values.values()))
+        values = [[found[key] for found in runs[name]] for name in COMPARED]
+        table.add_row(key, *(f"{mean(numbers):.4f}  {stdev(numbers):.4f}" for numbers in values))
     Console().print(table)
     (folder / "figures.json").write_text(json.dumps(runs, indent=2) + "\n")
 

@@ -14,10 +14,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.utils import logging
 from trl import ModelConfig, SFTConfig
 
+from evaluation.command_line import fail
 from model_cards.fine_tuned import save_fine_tuned_card
 from model_cards.publish import check_repository, destination, publish
 
-from .arguments import ChatArguments, fail, parse
+from .arguments import ChatArguments, parse
 from .base import Base, adapter_config, freeze_constants, load_model, read_base
 from .chat import Tokenized, choose_chat, tokenize
 from .data import Conversations, read_conversations
@@ -64,7 +65,7 @@ def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: Mo
             print("dry run: nothing was trained, nothing was written")
         return
     with state.main_process_first():
-        start_run(training, arguments, describe_run(training, base, rows.dataset))
+        start_run(training, arguments, describe_run(arguments, training, model_arguments, base, rows.dataset))
 
     proof = Proof(
         windows,
@@ -185,19 +186,17 @@ def main():
         if to_hub and PartialState().is_main_process:
             place = destination(*hub) if arguments.dry_run else publish(folder, *hub)
             print(f"would upload the finished folder to {place}" if arguments.dry_run else f"uploaded: {place}")
-    except StrictDataclassError as error:
-        fail(str(error).splitlines()[-1].strip().removeprefix("ValueError: "))
     except NotFinite as broken:
         fail(f"{broken}: the run stopped before it, and saved nothing of it; take a smaller learning_rate", code=1)
     except Stopped as stopped:
-        fail(str(stopped), code=130)
+        fail(stopped, code=130)
     except KeyboardInterrupt:
         fail(
             "interrupted: no checkpoint of the last steps; --resume_from_checkpoint last goes on from the one before",
             130,
         )
-    except (ValueError, OSError) as error:
-        fail(" ".join(str(error).split()))
+    except (ValueError, OSError, StrictDataclassError) as error:
+        fail(error)
     finally:
         shutil.rmtree(folder / ".finished", ignore_errors=True)
 

@@ -1,14 +1,14 @@
 """Arguments of `python -m sft`: TRL's SFTConfig and ModelConfig, and what they lack; the flag is the field is the YAML key."""
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import yaml
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, SFTConfig, TrlParser
+
+from evaluation.command_line import OneLineErrors, fail
 
 
 SAVE_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -105,11 +105,8 @@ class ChatArguments:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a whole number of at least {least}")
 
 
-class OneLineParser(TrlParser):
-    """Identical to TrlParser except: bad input gets one line, not the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(message)
+class OneLineParser(OneLineErrors, TrlParser):
+    pass
 
 
 def parse(words: list[str]) -> tuple[ChatArguments, SFTConfig, ModelConfig]:
@@ -125,7 +122,7 @@ def parse(words: list[str]) -> tuple[ChatArguments, SFTConfig, ModelConfig]:
         _check(chat, training, model)
         training.resume_from_checkpoint = _checkpoint(training)
     except (ValueError, OSError, yaml.YAMLError) as error:
-        fail(" ".join(str(error).split()))
+        fail(error)
     return chat, training, model
 
 
@@ -169,8 +166,3 @@ def _checkpoint(training: SFTConfig) -> str | None:
     if not (Path(wanted) / "trainer_state.json").is_file():
         raise ValueError(f"{wanted} is no checkpoint of a run: give its folder, or `last`")
     return wanted
-
-
-def fail(message: str, code: int = 2) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(code)

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from trl import SFTConfig
+from trl import ModelConfig, SFTConfig
 
 from evaluation.checkpoint_settings import repair_generation_config
 
@@ -22,7 +22,8 @@ RUN_FILE, BEFORE_FILE, RESULTS_FILE = "run.json", "before.json", "results.json"
 # The estimator's constants of a run that refreshes them: in each checkpoint and, at the end, in the output folder
 CONSTANTS_FILE = "variance_constants.json"
 SAME_RUN = """seed max_length packing learning_rate lr_scheduler_type num_train_epochs max_steps weight_decay optim
-    per_device_train_batch_size gradient_accumulation_steps bf16 fp16""".split()
+    per_device_train_batch_size gradient_accumulation_steps bf16 fp16 use_peft lora_r lora_alpha lora_dropout
+    lora_target_modules train_norms refresh_constants_every""".split()
 # What a run leaves in its folder besides checkpoint-N
 OUTPUTS = (
     *(
@@ -91,10 +92,13 @@ def start_run(training: SFTConfig, arguments: ChatArguments, run: dict):
     save_json(file, run)
 
 
-def describe_run(training: SFTConfig, base: Base, rows: Dataset) -> dict:
+def describe_run(
+    arguments: ChatArguments, training: SFTConfig, model_arguments: ModelConfig, base: Base, rows: Dataset
+) -> dict:
     """What makes a run the same run: its base, its data and the settings that shape the optimisation."""
     digest = hashlib.sha256(json.dumps(list(rows), sort_keys=True).encode()).hexdigest()
-    settings = {name: getattr(training, name) for name in SAME_RUN}
+    given = vars(arguments) | vars(model_arguments) | vars(training)
+    settings = {name: given[name] for name in SAME_RUN}
     return {"base": base.name, "data_sha256": digest, **json.loads(json.dumps(settings, default=str))}
 
 

@@ -41,6 +41,7 @@ TEXT = QUICK[QUICK.index("--calibration_text") + 1]
 BAD_INPUT = {
     "no output": (["{source}"], "OUTPUT is missing"),
     "too much": (["{source}", "{output}", "third"], "unknown argument 'third'"),
+    "upload nowhere": (["{source}", "{output}", "--private"], "give --push_to_hub name/model too"),
     "misspelt flag": (["{source}", "{output}", "--kapa", "3"], "unknown argument '--kapa'"),
     "no number": (["{source}", "{output}", "--kappa", "x"], "invalid float value: 'x'"),
     "negative": (["{source}", "{output}", "--kappa", "-1"], "kappa is -1.0: give a finite number above 0"),

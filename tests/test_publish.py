@@ -165,6 +165,11 @@ def test_a_folder_without_a_card_is_refused_before_the_hub_is_asked(finished, hu
     assert "out has no README.md" in the_line(publish(hub, finished)) and not hub.requests
 
 
+def test_a_misspelt_flag_is_one_line(finished, hub):
+    done = publish(hub, finished, "--privat")
+    assert the_line(done) == "error: unrecognized arguments: --privat" == done.stderr.strip() and not hub.requests
+
+
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint"):
         plan(tmp_path, "someone/model")

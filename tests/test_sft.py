@@ -243,6 +243,8 @@ def test_a_stopped_run_goes_on_to_the_same_weights(fine_tune, monkeypatch, tmp_p
     monkeypatch.setattr(ChatTrainer, "training_step", step)
     assert "is not empty" in fine_tune("stopped", code=2, **options)
     assert "its seed was 42, not 7" in fine_tune("stopped", code=2, resume_from_checkpoint="last", seed=7, **options)
+    refreshed = {"resume_from_checkpoint": "last", "refresh_constants_every": 2, **options}
+    assert "its refresh_constants_every was 0, not 2" in fine_tune("stopped", code=2, **refreshed)
     resumed = fine_tune("stopped", resume_from_checkpoint="last", **options)
     assert_states_equal(weights(resumed), weights(whole))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import initialization as init
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -165,6 +166,18 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
         refuse_foreign_checkpoint(str(pretrained_model_name_or_path), stored_type, absent)
         model.freeze_constants()
         return (model, loading_info) if output_loading_info else model
+
+    def save_pretrained(self, *args, **kwargs):
+        """Identical to LlamaPreTrainedModel's except: a model that FSDP2 sharded is saved by the name of the class it had.
+
+        FSDP2 gives it one made at run time, which no file holds, and transformers would name that in auto_map.
+        """
+        running = type(self)
+        self.__class__ = next(kind for kind in running.__mro__ if not issubclass(kind, FSDPModule))
+        try:
+            super().save_pretrained(*args, **kwargs)
+        finally:
+            self.__class__ = running
 
     def freeze_constants(self):
         """Sets `requires_grad` of every lambda, r and c as the configuration says. Called after every load."""

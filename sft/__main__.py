@@ -100,12 +100,12 @@ def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: Mo
 
 def read_texts(arguments: ChatArguments, training: SFTConfig, chat) -> list[tuple[str, Conversations, Tokenized]]:
     """(purpose, as read, as tokenized) of the conversations to train on and, where there are any, to evaluate on."""
-    wanted = [("data", arguments.data, arguments.data_split)]
+    wanted = [("data", arguments.data, arguments.data_split, arguments.data_config)]
     if arguments.eval_data:
-        wanted.append(("evaluation", arguments.eval_data, arguments.eval_split))
+        wanted.append(("evaluation", arguments.eval_data, arguments.eval_split, arguments.eval_config))
     texts = []
-    for purpose, name, split in wanted:
-        conversations = read_conversations(name, split)
+    for purpose, *place in wanted:
+        conversations = read_conversations(*place)
         texts.append((purpose, conversations, tokenize(conversations, chat, training.max_length)))
     return texts
 

@@ -46,11 +46,15 @@ class ChatArguments:
         },
     )
     data_split: str = field(default="train", metadata={"help": "The split of `data`, where it comes from the Hub."})
+    data_config: str | None = field(
+        default=None, metadata={"help": "Which of its configurations, where a data set on the Hub has several."}
+    )
     eval_data: str | None = field(
         default=None,
         metadata={"help": "Conversations, or CommonsenseQA, to evaluate on during training and before and after it."},
     )
     eval_split: str = field(default="validation", metadata={"help": "The split of `eval_data`, on the Hub."})
+    eval_config: str | None = field(default=None, metadata={"help": "The configuration of `eval_data`, on the Hub."})
     perplexity_data: list[str] = field(
         default_factory=list,
         metadata={"help": "Texts (.txt, or .jsonl with `text`; FILE[a:b]) whose perplexity shows what was forgotten."},

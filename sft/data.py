@@ -2,16 +2,18 @@
 
 The rule for rows: a row is a conversation of texts that are not empty, an optional system message first, then user and
 assistant in turn, the assistant last. White space around a reply is trimmed, nothing else is changed. A row that breaks
-the rule is left out, and its index and the reason are said.
+the rule is left out, and its index and the reason are said. What a row says in columns beside the conversation (Alpaca's
+`history`, a `system` of its own) belongs to it.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import load_dataset
-from datasets.exceptions import DatasetNotFoundError
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled
 
 from evaluation.perplexity import named_part
@@ -22,6 +24,8 @@ ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatbot"), "assistant"),
 }
+# name/model, as in a URL of the Hub
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 Message = dict[str, str]
 
 
@@ -31,9 +35,13 @@ class BadRow(ValueError):
 
 @dataclass
 class Conversations:
-    """`rows` are (index, messages), a message {"role", "content"}; `bad` holds (index, reason) of what was left out."""
+    """`rows` are (index, messages), a message {"role", "content"}; `bad` holds (index, reason) of what was left out.
+
+    `name` is how the data is called, without folders of one machine; `hub_id` where it is found by others, if it is.
+    """
 
     name: str
+    hub_id: str | None
     form: str
     rows: list[tuple[int, list[Message]]]
     bad: list[tuple[int, str]]
@@ -46,30 +54,60 @@ def _pairs(texts) -> list[Message]:
     return [{"role": roles[turn % 2], "content": text} for turn, text in enumerate(texts)]
 
 
+def _turns(turns) -> list[Message]:
+    """Turns as objects, {"role", "content"} or {"from", "value"}; or one object of two columns."""
+    if isinstance(turns, dict):
+        turns = [dict(zip(turns, turn)) for turn in zip(*turns.values(), strict=True)]
+    return [
+        {"role": turn.get("from", turn.get("role")), "content": _text(turn.get("value", turn.get("content")))}
+        for turn in turns
+    ]
+
+
+def _text(content):
+    """Content in parts that are all text, in one."""
+    if isinstance(content, list) and content and all(_is_text_part(part) for part in content):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def _is_text_part(part) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
 def _lima(row: dict) -> list[Message]:
-    return _pairs(row["conversations"])
+    return _pairs(_listed(row["conversations"]))
+
+
+def _listed(texts) -> list:
+    if not isinstance(texts, list):
+        raise BadRow(f"its conversation is {type(texts).__name__}, not a list")
+    return texts
 
 
 def _sharegpt(row: dict) -> list[Message]:
-    return [{"role": turn.get("from"), "content": turn.get("value")} for turn in row["conversations"]]
+    return _turns(row["conversations"])
 
 
 def _messages(row: dict) -> list[Message]:
-    return [{"role": turn.get("role"), "content": turn.get("content")} for turn in row["messages"]]
+    return _turns(row["messages"])
 
 
 def _alpaca(row: dict) -> list[Message]:
     question, context = row["instruction"], row.get("input")
     if isinstance(question, str) and isinstance(context, str) and context.strip():
         question = f"{question}\n\n{context}"
-    return _pairs([question, row["output"]])
+    earlier = [text for pair in row.get("history") or [] for text in _listed(pair)]
+    return _pairs([*earlier, question, row["output"]])
 
 
 def _prompt_completion(row: dict) -> list[Message]:
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return _messages({"messages": prompt + completion})
-    return _pairs([prompt, completion])
+    sides = zip(("user", "assistant"), (row["prompt"], row["completion"]))
+    return [
+        turn
+        for role, side in sides
+        for turn in (_turns(side) if isinstance(side, list) else [{"role": role, "content": side}])
+    ]
 
 
 def _commonsense_qa(row: dict) -> list[Message]:
@@ -89,7 +127,7 @@ def recognise(row: dict) -> tuple[str, Callable[[dict], list[Message]]]:
         return "messages", _messages
     if "conversations" in columns:
         turns = row["conversations"]
-        if isinstance(turns, list) and turns and isinstance(turns[0], dict):
+        if isinstance(turns, dict) or (isinstance(turns, list) and turns and isinstance(turns[0], dict)):
             return "ShareGPT", _sharegpt
         return "LIMA", _lima
     if {"instruction", "output"} <= columns:
@@ -104,15 +142,17 @@ def recognise(row: dict) -> tuple[str, Callable[[dict], list[Message]]]:
     )
 
 
-def read_conversations(name: str, split: str) -> Conversations:
+def read_conversations(name: str, split: str, configuration: str | None = None) -> Conversations:
     """The conversations of a file or a Hub id; NAME[a:b] takes rows a to b.
+
+    `configuration` chooses among those of a data set on the Hub that has several.
 
     Raises:
         ValueError: what cannot be read, with the remedy; no good row at all.
     """
     place, part = named_part(name)
     is_json = Path(place).suffix in (".json", ".jsonl")
-    rows = (_read_json(Path(place)) if is_json else _load(place, split))[part]
+    rows = (_read_json(Path(place)) if is_json else _load(place, split, configuration))[part]
     shapes = [row for row in rows if isinstance(row, dict)]
     if not shapes:
         raise ValueError(f"{name} holds no rows")
@@ -127,24 +167,33 @@ def read_conversations(name: str, split: str) -> Conversations:
             bad.append((index, str(reason)))
     if not good:
         raise ValueError(f"{name} holds no usable row; the first: row {bad[0][0]}, {bad[0][1]}")
-    return Conversations(Path(place).name if Path(place).suffix else name, form, good, bad, len(rows))
+    is_local = is_json or Path(place).exists()
+    called = Path(place).name + name.removeprefix(place) if is_local else name
+    hub_id = place if HUB_ID.fullmatch(place) and not is_local else None
+    return Conversations(called, hub_id, form, good, bad, len(rows))
 
 
 def _checked(row, read: Callable[[dict], list[Message]]) -> list[Message]:
     """The messages of a row by the rule above."""
     try:
-        messages = read(row)
-    except (AttributeError, KeyError, TypeError):
+        messages, system = read(row), row.get("system")
+    except BadRow:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise BadRow("not of the form of the others") from None
     if not messages:
         raise BadRow("no messages")
+    if row.get("tools"):
+        raise BadRow("it offers tools, which no reply here can call")
+    if system is not None and (not isinstance(system, str) or system.strip()):
+        messages = [{"role": "system", "content": system}, *messages]
     for turn, message in enumerate(messages):
         content = message["content"]
         if not isinstance(content, str):
             raise BadRow(f"message {turn} is {'null' if content is None else type(content).__name__}, not text")
         if not content.strip():
             raise BadRow(f"message {turn} is empty")
-        if message["role"] not in ROLES:
+        if not isinstance(message["role"], str) or message["role"] not in ROLES:
             raise BadRow(f"message {turn} has the role {message['role']!r}")
     messages = [{"role": ROLES[message["role"]], "content": message["content"]} for message in messages]
     turns = messages[1:] if messages[0]["role"] == "system" else messages
@@ -171,16 +220,13 @@ def _read_json(file: Path) -> list:
         raise ValueError(f"{file} is not UTF-8 JSON: {error}") from error
 
 
-def _load(name: str, split: str) -> list[dict]:
+def _load(name: str, split: str, configuration: str | None) -> list[dict]:
     """Rows of a .parquet file or of a data set on the Hub."""
-    is_file = Path(name).suffix == ".parquet"
-    if is_file and not Path(name).is_file():
-        raise ValueError(f"no file at {name}: give a .json, .jsonl or .parquet file, or a Hub id")
+    if Path(name).suffix == ".parquet":
+        return _read_parquet(name)
     local = "or pass the rows as a local file (.json, .jsonl, .parquet)"
     try:
-        return (
-            load_dataset("parquet", data_files=name, split="train") if is_file else load_dataset(name, split=split)
-        ).to_list()
+        return load_dataset(name, configuration, split=split).to_list()
     except RuntimeError as error:
         if "script" not in str(error).lower():
             raise
@@ -199,3 +245,12 @@ def _load(name: str, split: str) -> list[dict]:
         raise ValueError(f"{name} could not be downloaded (no connection): try again later, {local}") from error
     except ValueError as error:
         raise ValueError(f"{name} cannot be read: {error}, {local}") from error
+
+
+def _read_parquet(name: str) -> list[dict]:
+    if not Path(name).is_file():
+        raise ValueError(f"no file at {name}: give a .json, .jsonl or .parquet file, or a Hub id")
+    try:
+        return load_dataset("parquet", data_files=name, split="train").to_list()
+    except (ValueError, DatasetGenerationError) as error:
+        raise ValueError(f"{name} is no parquet file that can be read: {error}") from error

@@ -66,6 +66,78 @@ def test_prompts_of_messages_alpaca_context_and_commonsense_questions_are_put_in
     )
 
 
+SYSTEM = [{"role": "system", "content": "S"}]
+EARLIER = [{"role": "user", "content": "Q0"}, {"role": "assistant", "content": "A0"}]
+PARTS = {"role": "user", "content": [{"type": "text", "text": "Q"}]}
+VARIANTS = {
+    "roles in ShareGPT's column": ({"conversations": QUESTION_AND_ANSWER}, []),
+    "columns of turns": ({"conversations": {"from": ["human", "gpt"], "value": ["Q", "A"]}}, []),
+    "content in parts": ({"messages": [PARTS, {"role": "assistant", "content": "A"}]}, []),
+    "a prompt of messages": ({"prompt": SYSTEM + QUESTION_AND_ANSWER[:1], "completion": "A"}, SYSTEM),
+    "a completion of messages": ({"prompt": "Q", "completion": QUESTION_AND_ANSWER[1:]}, []),
+    "Alpaca's history": ({"instruction": "Q", "output": "A", "history": [["Q0", "A0"]]}, EARLIER),
+    "a system column": ({**FORMS["ShareGPT"], "system": "S"}, SYSTEM),
+    "a system column and history": ({**FORMS["Alpaca"], "system": "S", "history": [["Q0", "A0"]]}, SYSTEM + EARLIER),
+    "an empty system column": ({**FORMS["Alpaca"], "system": "", "history": []}, []),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_that_a_row_says_is_lost(tmp_path, variant):
+    row, before = VARIANTS[variant]
+    read = read_conversations(write(tmp_path / "a.json", [row]), "")
+    assert messages_of(read) == [before + QUESTION_AND_ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"conversations": "ab"}, "its conversation is str, not a list"),
+        ({"messages": [PARTS | {"content": [{"type": "image"}]}, *QUESTION_AND_ANSWER[1:]]}, "message 0 is list"),
+        ({"messages": [{"role": ["user"], "content": "Q"}]}, "has the role ['user']"),
+        ({"messages": QUESTION_AND_ANSWER, "tools": [{"name": "search"}]}, "it offers tools"),
+        ({"conversations": {"from": ["human"], "value": ["Q", "A"]}}, "not of the form of the others"),
+        ({**FORMS["Alpaca"], "system": 3}, "message 0 is int"),
+    ],
+)
+def test_a_row_that_would_be_misread_is_bad(tmp_path, row, reason):
+    with pytest.raises(ValueError, match="no usable row") as caught:
+        read_conversations(write(tmp_path / "a.json", [row]), "")
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "called", "hub_id"),
+    [
+        ("GAIR/lima", "GAIR/lima", "GAIR/lima"),
+        ("GAIR/lima[:1]", "GAIR/lima[:1]", "GAIR/lima"),
+        ("org/chat_v1.5", "org/chat_v1.5", "org/chat_v1.5"),
+        ("data/chats", "chats", None),
+    ],
+)
+def test_data_is_called_what_others_find_it_by(monkeypatch, tmp_path, name, called, hub_id):
+    rows = Dataset.from_list([FORMS["LIMA"]] * 2)
+    monkeypatch.setattr("sft.data.load_dataset", lambda name, configuration, split: rows)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "chats").mkdir(parents=True)
+    read = read_conversations(name, "train")
+    assert (read.name, read.hub_id) == (called, hub_id)
+
+
+def test_a_data_sets_configuration_and_split_are_asked_for(monkeypatch):
+    asked = []
+    rows = Dataset.from_list([FORMS["LIMA"]])
+    monkeypatch.setattr("sft.data.load_dataset", lambda *place, split: asked.append((*place, split)) or rows)
+    read_conversations("someone/chats", "test", "german")
+    assert asked == [("someone/chats", "german", "test")]
+
+
+def test_a_broken_parquet_file_is_named(tmp_path):
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1 broken")
+    with pytest.raises(ValueError, match="rows.parquet is no parquet file that can be read"):
+        read_conversations(str(tmp_path / "rows.parquet"), "train")
+
+
 def test_rows_of_many_turns_stay_one_row_with_every_turn(tmp_path):
     rows = [{"conversations": ["Q1", "A1", "Q2", "A2"]}, {"conversations": ["Q1", "A1"]}]
     long, short = messages_of(read_conversations(write(tmp_path / "a.jsonl", rows), ""))
@@ -151,7 +223,7 @@ def test_a_data_set_that_cannot_be_fetched_is_one_line_and_no_other_data(monkeyp
 
 def test_the_published_form_gives_the_same_conversations_from_a_file_and_from_the_hub(monkeypatch, tmp_path):
     rows = [{"conversations": ["Q1", "A1", "Q2", "A2"], "source": "x"}, {"conversations": ["Q", "A"], "source": "y"}]
-    monkeypatch.setattr("sft.data.load_dataset", lambda name, split: Dataset.from_list(rows))
+    monkeypatch.setattr("sft.data.load_dataset", lambda name, configuration, split: Dataset.from_list(rows))
     from_hub = read_conversations("GAIR/lima", "train")
     assert (
         from_hub.rows == read_conversations(write(tmp_path / "lima.jsonl", rows), "").rows

@@ -1,5 +1,6 @@
 """The whole command on two processes (FSDP2 over gloo) does what it does on one: gradients, refreshed constants, what is saved."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import yaml
 from chat_bases import save_base
 from chat_runs import words_of, write_rows
-from conftest import REPOSITORY
+from conftest import REPOSITORY, run_without_package
 from safetensors.torch import load_file
 
 
@@ -23,7 +24,19 @@ ONE_STEP = {
     "max_steps": 1,
 }
 LORA = {"use_peft": True, "lora_r": 4, "lora_dropout": 0, "train_norms": True}
-CASES = {"full": ("uniform_attention", {}), "fitted": ("fitted", {}), "lora": ("uniform_attention", LORA)}
+# As multi_gpu.yaml has it
+KEPT = {"gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+CASES = {
+    "full": ("uniform_attention", KEPT),
+    "fitted": ("fitted", {}),
+    "lora": ("uniform_attention", LORA),
+}
+# Loads a folder where the package is not installed
+LOAD = """
+import transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert type(model).__name__ == "BHyTLlamaForCausalLM"
+"""
 
 
 def run(command: list[str], folder: Path):
@@ -43,7 +56,9 @@ def test_two_processes_take_the_step_of_one(tmp_path, case):
     plan |= {"num_processes": 2, "mixed_precision": "no", "use_cpu": True}
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
     options = {**ONE_STEP, **options, "refresh_constants_every": 1, "save_strategy": "steps", "save_steps": 1}
-    launch = ["-m", "accelerate.commands.launch", "--config_file", "plan.yaml", "-m", "sft"]
+    options |= {"eval_data": rows} if "eval_strategy" in options else {}
+    worker = str(Path(__file__).with_name("fsdp_worker.py"))
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "plan.yaml", worker]
     for name, start_of_command, batch in (("one", ["-m", "sft"], 4), ("two", launch, 2)):
         words = words_of(start, rows, tmp_path / name, **options, per_device_train_batch_size=batch)
         run([sys.executable, *start_of_command, *words], tmp_path)
@@ -57,4 +72,10 @@ def test_two_processes_take_the_step_of_one(tmp_path, case):
             assert (expected - actual).abs().max() <= 1e-4 * expected.abs().max(), name
         moved += bool(expected.any())
     assert moved > 20
-    assert (tmp_path / "two" / "checkpoint-1").is_dir() and not (tmp_path / "two" / ".unfinished").exists()
+    assert not (tmp_path / "two" / ".unfinished").exists()
+    kept = tmp_path / "two" / "checkpoint-1"
+    if case == "lora":
+        assert (kept / "adapter_config.json").is_file()
+        return
+    assert "FSDP" not in json.dumps(json.loads((kept / "config.json").read_text()))
+    run_without_package(LOAD, tmp_path, "two/checkpoint-1")

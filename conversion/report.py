@@ -70,7 +70,7 @@ def start_report(arguments: MeasureArguments, source: Source, texts: dict[str, s
         "source": {
             "name": source.hub_id or Path(source.name).name,
             "quantization": source.quantization,
-            "license": source.license,
+            **source.licence,
             "notes": source.notes,
             "files": source.files,
         },

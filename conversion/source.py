@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from huggingface_hub import ModelCard, snapshot_download
+from huggingface_hub import snapshot_download
 from rich.progress import track
 from torch import Tensor
 from transformers import (
@@ -20,9 +20,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from yaml import YAMLError
 
 from evaluation.checkpoint_settings import repair_generation_config, settle_vocabulary, unsaveable
+from model_cards.render import LICENCE, read_licence
 from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM
 
 from .calibration import NORM_OF_SITE
@@ -53,7 +53,7 @@ class Source:
     open_model: Callable[[], PreTrainedModel]
     files: dict[str, dict]
     quantization: str | None = None
-    license: str | None = None
+    licence: dict[str, str | None] = field(default_factory=dict)
     legal_files: list[Path] = field(default_factory=list)
     recomputed: list[str] = field(default_factory=list)
     placement: dict = field(default_factory=dict)
@@ -126,7 +126,7 @@ def read_bhyt(name: str, placement: dict | None = None) -> Source:
         _generation_config(folder),
         open_model=lambda **placement: BHyTLlamaForCausalLM.from_pretrained(folder, dtype="auto", **placement),
         files=_describe(files),
-        license=_license(folder / "README.md"),
+        licence=read_licence(folder),
         legal_files=_legal_files(folder),
         placement=placement or {},
     )
@@ -150,7 +150,7 @@ def _read_gguf_source(name: str, path: Path) -> Source:
         open_model=lambda **placement: model,
         files=_describe([path]),
         quantization=quantization,
-        license=values.get("general.license"),
+        licence={key: values.get(f"general.{key.replace('_', '.')}") for key in LICENCE},
         notes=notes,
     )
 
@@ -177,7 +177,7 @@ def _read_folder(name: str, folder: Path) -> Source:
             folder, config=own_config, dtype="auto", **placement
         ),
         files=_describe(files),
-        license=_license(folder / "README.md"),
+        licence=read_licence(folder),
         legal_files=_legal_files(folder),
         recomputed=recomputed,
         notes=notes,
@@ -195,15 +195,6 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
 
 def _legal_files(folder: Path) -> list[Path]:
     return sorted({file for pattern in LEGAL_FILES for file in folder.glob(pattern) if file.is_file()})
-
-
-def _license(card: Path) -> str | None:
-    if not card.is_file():
-        return None
-    try:
-        return ModelCard.load(card).data.license
-    except (ValueError, YAMLError):
-        return None
 
 
 def _download(repository: str) -> Path:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .render import render, save_readme
+from .render import LICENCE, render, save_readme
 
 
 def converted_card(
@@ -21,7 +21,7 @@ def converted_card(
         place=place,
         source=f"[{base_model}](https://huggingface.co/{base_model})" if base_model else source["name"],
         base_model=base_model,
-        license=source["license"],
+        licence={key: source.get(key) for key in LICENCE},
         quantization=source["quantization"],
         summary=summary,
         command=report["command"],

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from .render import render, save_readme
+from .render import LICENCE, render, save_readme
 
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -21,8 +21,9 @@ def fine_tuned_card(results: dict, rows: Sequence[tuple[str, ...]], title: str, 
         place=f"your-name/{title}",
         source=f"[{base['name']}](https://huggingface.co/{base['name']})" if on_hub else base["name"],
         base=base,
+        licence={key: base[key] for key in LICENCE},
         base_model=base["name"] if on_hub else None,
-        datasets=[part["name"] for part in results["data"].values() if HUB_ID.fullmatch(part["name"])],
+        datasets=[part["hub_id"] for part in results["data"].values() if part["hub_id"]],
         tags=["sft", "trl", *(["bhyt", "custom_code"] if is_bhyt else [])],
         is_bhyt=is_bhyt,
         consent=", trust_remote_code=True" if is_bhyt else "",

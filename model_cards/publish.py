@@ -26,7 +26,7 @@ from .render import merge_card
 # What training leaves in a folder and nobody needs to load a model. training_args.bin may hold a token in clear;
 # run.json, before.json and an adapter's settings name folders of one machine
 NOT_PUBLISHED = """training_args.bin optimizer* scheduler* rng_state* trainer_state.json checkpoint-*/** *.checkpoints/**
-    global_step*/** pytorch_model_fsdp* adapter/** run.json before.json .*""".split()
+    global_step*/** pytorch_model_fsdp* adapter/** runs/** wandb/** run.json before.json .*""".split()
 TOKEN = re.compile(rb"hf_[A-Za-z0-9]{30,}")
 TEXTS = (".json", ".jsonl", ".jinja", ".md", ".txt", ".csv", ".yaml", ".yml", ".py", "")
 LARGEST_FILE = 50_000_000_000
@@ -140,10 +140,15 @@ def publish(folder: Path, repository: str, private: bool = False, revision: str 
             created.repo_id, operations, commit_message=f"Upload {folder.resolve().name}", revision=revision
         )
     except (HTTPError, OSError) as error:
-        again = f"python -m model_cards.publish {folder} {repository}"
-        again += " --private" * private + (f" --revision {revision}" if revision else "")
+        again = publish_command(folder, repository, private, revision)
         raise ValueError(f"{repository}: {_reason(error)}; {folder} is ready here, and `{again}` goes on") from error
     return commit.repo_url.url if commit.repo_url else repository
+
+
+def publish_command(folder: Path, repository: str, private: bool = False, revision: str | None = None) -> str:
+    """What a user types to upload a folder (again)."""
+    command = f"python -m model_cards.publish {folder} {repository}"
+    return command + " --private" * private + (f" --revision {revision}" if revision else "")
 
 
 def _validate(card: str, folder: Path):
@@ -192,6 +197,8 @@ def main():
         print(act(arguments.folder, arguments.repository, arguments.private, arguments.revision))
     except (ValueError, OSError) as error:
         fail(error)
+    except KeyboardInterrupt:
+        fail("interrupted: what is on the Hub is not changed yet, or whole; the same command goes on", code=130)
 
 
 if __name__ == "__main__":

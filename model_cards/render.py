@@ -1,5 +1,8 @@
 """Cards of checkpoints: templates are rendered, front matter is checked, a user's own text is kept."""
 
+import contextlib
+import json
+import re
 from pathlib import Path
 
 import yaml
@@ -9,6 +12,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 BEGIN = "<!-- bhyt: generated, do not edit between these marks -->"
 END = "<!-- bhyt: end -->"
+LICENCE = ("license", "license_name", "license_link")
+# The front matter as it was generated, so that the next card knows what a user changed since
+RECORD = re.compile(r"<!-- bhyt: front matter (\{.*\}) -->\n")
 
 
 def render(template: str, **values) -> str:
@@ -28,7 +34,19 @@ def render(template: str, **values) -> str:
     environment.filters |= {"quote": _quoted, "cell": _cell}
     data, text = _parts(environment.get_template(template).render(values))
     assert data["library_name"] == "transformers"
-    return _card(data, f"{BEGIN}\n{text.strip()}\n{END}\n")
+    # "-->" would end the comment
+    record = json.dumps(data, ensure_ascii=False).replace(">", "\\u003e")
+    return _card(data, f"{BEGIN}\n<!-- bhyt: front matter {record} -->\n{text.strip()}\n{END}\n")
+
+
+def read_licence(folder: Path) -> dict[str, str | None]:
+    """`license`, `license_name` and `license_link` of a folder's card; None where it says nothing that can be read."""
+    file = folder / "README.md"
+    data: dict = {}
+    if file.is_file():
+        with contextlib.suppress(ValueError):
+            data, _ = _parts(file.read_text(encoding="utf-8"))
+    return {key: data.get(key) for key in LICENCE}
 
 
 def _quoted(text: str) -> str:
@@ -61,7 +79,8 @@ def _card(data: dict, text: str) -> str:
 def merge_card(card: str, former: str | None) -> str:
     """`card` with what a user wrote in `former`: text outside the marks, front matter of other keys, items of lists.
 
-    A former card without marks is the user's altogether: the generated part goes below it.
+    Front matter that stands as an earlier run generated it is not the user's. A former card without marks is the user's
+    altogether: the generated part goes below it.
 
     Raises:
         ValueError: `former` has front matter that cannot be read.
@@ -69,7 +88,13 @@ def merge_card(card: str, former: str | None) -> str:
     if former is None or not former.strip():
         return card
     (data, generated), (old, text) = _parts(card), _parts(former)
+    record = RECORD.search(text)
+    written = json.loads(record[1]) if record else {}
     for key, value in old.items():
+        if value == written.get(key):
+            continue
+        if isinstance(value, list) and isinstance(written.get(key), list):
+            value = [item for item in value if item not in written[key]]
         if isinstance(value, list) and isinstance(data.get(key), list):
             data[key] = [*data[key], *(item for item in value if item not in data[key])]
         else:

@@ -11,14 +11,15 @@ from pathlib import Path
 
 from accelerate.state import PartialState
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers.utils import logging
 from trl import ModelConfig, SFTConfig
 
 from evaluation.command_line import fail
 from model_cards.fine_tuned import save_fine_tuned_card
-from model_cards.publish import check_repository, destination, publish
+from model_cards.publish import check_repository, destination, publish, publish_command
 
-from .arguments import ChatArguments, parse
+from .arguments import ChatArguments, checkpoints, parse
 from .base import Base, adapter_config, freeze_constants, load_model, read_base
 from .chat import Tokenized, choose_chat, tokenize
 from .data import Conversations, read_conversations
@@ -44,7 +45,7 @@ class Stopped(Exception):
 
 def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: ModelConfig):
     """base, data -> chat -> trainer -> figures before -> train -> save -> figures after -> card -> Hub."""
-    check_place(training, arguments)
+    check_place(training, arguments, str(model_arguments.model_name_or_path))
     folder = Path(training.output_dir)
     base = read_base(model_arguments, training)
     windows = text_of_proof(arguments, base.tokenizer)
@@ -54,19 +55,6 @@ def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: Mo
     questions = texts[1][2].dataset if len(texts) > 1 else None
     trainer = make_trainer(base, chat, rows, questions, arguments, training, model_arguments)
     summary = summary_rows(base, chat, trainer, texts)
-    state = PartialState()
-    if state.is_main_process:
-        show(summary, "Fine-tuning")
-    if arguments.dry_run:
-        if state.is_main_process:
-            # The trainer makes it
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-            print("dry run: nothing was trained, nothing was written")
-        return
-    with state.main_process_first():
-        start_run(training, arguments, describe_run(arguments, training, model_arguments, base, rows.dataset))
-
     proof = Proof(
         windows,
         questions,
@@ -76,7 +64,17 @@ def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: Mo
         training.per_device_eval_batch_size,
         bool(training.bf16),
     )
-    before = figures_before(folder, proof, base, trainer, arguments.figures_before)
+    known = known_figures(arguments.figures_before, proof.digest(base))
+    state = PartialState()
+    if state.is_main_process:
+        show(summary, "Fine-tuning")
+    if arguments.dry_run:
+        if state.is_main_process:
+            print("dry run: nothing was trained, nothing was written")
+        return
+    with state.main_process_first():
+        start_run(training, arguments, describe_run(arguments, training, model_arguments, base, rows.dataset))
+    before = figures_before(folder / BEFORE_FILE, proof, base, trainer, known)
     started = time.monotonic()
     train(trainer, training)
     minutes = (time.monotonic() - started) / 60
@@ -104,23 +102,30 @@ def read_texts(arguments: ChatArguments, training: SFTConfig, chat) -> list[tupl
     if arguments.eval_data:
         wanted.append(("evaluation", arguments.eval_data, arguments.eval_split, arguments.eval_config))
     texts = []
-    for purpose, *place in wanted:
-        conversations = read_conversations(*place)
+    for purpose, name, split, configuration in wanted:
+        conversations = read_conversations(name, split, configuration)
         texts.append((purpose, conversations, tokenize(conversations, chat, training.max_length)))
     return texts
 
 
 def make_trainer(base, chat, rows: Tokenized, questions, arguments, training, model_arguments) -> ChatTrainer:
     model = load_model(base, chat, model_arguments)
-    trainer = ChatTrainer(
-        model,
-        training,
-        train_dataset=rows.dataset,
-        eval_dataset=questions if training.eval_strategy != "no" else None,
-        processing_class=chat.tokenizer,
-        peft_config=adapter_config(model_arguments, model, arguments.train_norms),
-        callbacks=[LogFiles(Path(training.output_dir))],
-    )
+    # Checkpoints get it with the tokenizer
+    chat.tokenizer.chat_template = chat.template
+    try:
+        trainer = ChatTrainer(
+            model,
+            training,
+            train_dataset=rows.dataset,
+            eval_dataset=questions if training.eval_strategy != "no" else None,
+            processing_class=chat.tokenizer,
+            peft_config=adapter_config(model_arguments, model, arguments.train_norms),
+            callbacks=[LogFiles(Path(training.output_dir))],
+        )
+        # An optimizer that is not installed would be missed in step 1, after everything else was done
+        trainer.get_optimizer_cls_and_kwargs(training, model)
+    except RuntimeError as error:
+        raise ValueError(f"the trainer cannot be made: {error}") from error
     freeze_constants(trainer.model)
     trainer.add_callback(NormStatistics(trainer))
     if arguments.refresh_constants_every:
@@ -128,25 +133,32 @@ def make_trainer(base, chat, rows: Tokenized, questions, arguments, training, mo
     return trainer
 
 
-def figures_before(folder: Path, proof: Proof, base: Base, trainer: ChatTrainer, known: str | None) -> dict:
-    """Figures of the base: those of an earlier run where it is named, else measured by the main process while the others
-    wait. Kept, so that a resumed run has them.
+def known_figures(place: str | None, digest: str) -> dict | None:
+    """Figures of the base from an earlier run's before.json, where the user names one.
 
     Raises:
-        ValueError: `known` holds figures of something else.
+        ValueError: a file that cannot be read, or that holds figures of something else.
     """
-    file, digest = folder / BEFORE_FILE, proof.digest(base.name)
-    with PartialState().main_process_first():
-        if known and not file.is_file():
-            shutil.copy(known, file)
-        if not file.is_file():
-            save_json(file, {"of": digest, **proof.measure(trainer.model)})
-    figures = json.loads(file.read_text(encoding="utf-8"))
-    if figures.pop("of", None) != digest:
-        raise ValueError(
-            f"{known or file} holds figures of another base, other texts or other questions: leave it out"
-        )
+    if place is None:
+        return None
+    try:
+        figures = json.loads(Path(place).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"figures_before {place} cannot be read: {error}; leave it out") from error
+    if figures.get("of") != digest:
+        raise ValueError(f"{place} holds figures of another base, other texts or other questions: leave it out")
     return figures
+
+
+def figures_before(file: Path, proof: Proof, base: Base, trainer: ChatTrainer, known: dict | None) -> dict:
+    """Figures of the base: those that are known, else measured by the main process while the others wait. Kept in `file`, so
+    that a resumed run has them."""
+    digest = proof.digest(base)
+    with PartialState().main_process_first():
+        kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if kept.get("of") != digest:
+            save_json(file, known or {"of": digest, **proof.measure(trainer.model)})
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def train(trainer: ChatTrainer, training: SFTConfig):
@@ -166,6 +178,15 @@ def train(trainer: ChatTrainer, training: SFTConfig):
         raise Stopped(f"stopped after step {trainer.state.global_step}: go on with --resume_from_checkpoint last")
 
 
+def how_to_go_on(folder: Path, hub: tuple) -> str:
+    """After Ctrl-C: what stands in the folder, and what goes on from there."""
+    if (folder / RESULTS_FILE).is_file():
+        return f"{folder} is ready" + (f"; `{publish_command(folder, *hub)}` uploads it" if hub[0] else "")
+    if found := checkpoints(folder):
+        return f"the last checkpoint is {found[-1]}; --resume_from_checkpoint last goes on from there"
+    return "there is no checkpoint yet; the same command begins again"
+
+
 def main():
     # Answers may hold any character, whatever the terminal can show
     for stream in (sys.stdout, sys.stderr):
@@ -179,6 +200,7 @@ def main():
     to_hub, training.push_to_hub = training.push_to_hub, False
     hub = (training.hub_model_id, bool(training.hub_private_repo), training.hub_revision)
     folder = Path(training.output_dir)
+    is_new = not folder.exists()
     try:
         if to_hub:
             check_repository(training.hub_model_id)
@@ -191,14 +213,15 @@ def main():
     except Stopped as stopped:
         fail(stopped, code=130)
     except KeyboardInterrupt:
-        fail(
-            "interrupted: no checkpoint of the last steps; --resume_from_checkpoint last goes on from the one before",
-            130,
-        )
-    except (ValueError, OSError, StrictDataclassError) as error:
+        fail(f"interrupted: {how_to_go_on(folder, hub)}", code=130)
+    except (ValueError, OSError, ImportError, SafetensorError, StrictDataclassError) as error:
         fail(error)
     finally:
         shutil.rmtree(folder / ".finished", ignore_errors=True)
+        if is_new:
+            # The trainer makes it before anything is known to be right
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 if __name__ == "__main__":

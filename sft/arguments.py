@@ -5,18 +5,23 @@ from pathlib import Path
 
 import torch
 import yaml
-from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, SFTConfig, TrlParser
 
 from evaluation.command_line import OneLineErrors, fail
 
 
-SAVE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+# What says how to train; paths of one machine and what changes no result stay out
+RECIPE = """learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay optim adam_beta1 adam_beta2
+    adam_epsilon max_grad_norm num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps max_length
+    packing seed data_seed bf16 fp16 neftune_noise_alpha""".split()
+LORA = """lora_r lora_alpha lora_dropout lora_target_modules use_rslora use_dora load_in_4bit load_in_8bit""".split()
 QUESTIONS = (
     "Give me three tips for staying awake in a long meeting.",
     "Why is the sky blue?",
     "Write a short poem about a lighthouse.",
 )
+STATE_FILE = "trainer_state.json"
 # Options of TRL that would undo what this pipeline promises, each with what to do instead
 NOT_TAKEN = {
     "hub_token": "it would be written into the checkpoints: set HF_TOKEN, or run `hf auth login`",
@@ -86,7 +91,7 @@ class ChatArguments:
         default="auto",
         metadata={
             "help": "dtype of the finished model; auto is the base checkpoint's, tensor by tensor.",
-            "choices": SAVE_DTYPES,
+            "choices": DTYPES,
         },
     )
     overwrite: bool = field(default=False, metadata={"help": "Replace what stands in output_dir."})
@@ -97,6 +102,10 @@ class ChatArguments:
     def __post_init__(self):
         if not self.data:
             raise ValueError("data is missing: name a file or a Hub id, as in --data GAIR/lima")
+        # In a YAML file one text may stand where a list is meant
+        for name in ("questions", "perplexity_data"):
+            if isinstance(value := getattr(self, name), str):
+                setattr(self, name, [value])
         # A C locale hands the bytes of a flag over as surrogates
         self.questions = [q.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for q in self.questions]
         for name, least in {
@@ -135,6 +144,11 @@ def _check(chat: ChatArguments, training: SFTConfig, model: ModelConfig):
         raise ValueError("model_name_or_path is missing: name a folder or a Hub id")
     if not training.output_dir:
         raise ValueError("output_dir is missing: name the folder to make")
+    for name, dtype in (("dtype", model.dtype), ("save_dtype", chat.save_dtype)):
+        if dtype not in (None, *DTYPES):
+            raise ValueError(f"{name} is {dtype!r}: give one of {', '.join(DTYPES)}")
+    if training.max_length is not None and training.max_length < 1:
+        raise ValueError(f"max_length is {training.max_length}: give a number of tokens, or leave it out")
     defaults = (SFTConfig.__dataclass_fields__, ModelConfig.__dataclass_fields__)
     for name, remedy in NOT_TAKEN.items():
         given, known = (training, defaults[0]) if name in defaults[0] else (model, defaults[1])
@@ -144,13 +158,23 @@ def _check(chat: ChatArguments, training: SFTConfig, model: ModelConfig):
         raise ValueError("packing_strategy 'wrapped' cuts conversations in two: use bfd")
     if training.push_to_hub and not training.hub_model_id:
         raise ValueError("push_to_hub needs a name on the Hub: give --hub_model_id name/model")
-    if chat.refresh_constants_every and model.use_peft and not (chat.merge_adapter or chat.train_norms):
+    if training.push_to_hub and not _is_whole(chat, model) and Path(model.model_name_or_path).exists():
+        raise ValueError(
+            f"push_to_hub of an adapter alone needs its base on the Hub, and {model.model_name_or_path} is a folder of this "
+            "machine: publish it first and give its name, or leave merge_adapter True"
+        )
+    if chat.refresh_constants_every and not _is_whole(chat, model) and not chat.train_norms:
         raise ValueError(
             "refresh_constants_every changes the base, which an adapter alone does not carry: leave merge_adapter True, or "
             "give --train_norms"
         )
     if model.load_in_4bit and not model.use_peft:
         raise ValueError("load_in_4bit trains adapters alone: give --use_peft")
+
+
+def _is_whole(chat: ChatArguments, model: ModelConfig) -> bool:
+    """Whether the finished folder is a model, not an adapter."""
+    return chat.merge_adapter or not model.use_peft
 
 
 def _checkpoint(training: SFTConfig) -> str | None:
@@ -163,10 +187,17 @@ def _checkpoint(training: SFTConfig) -> str | None:
     if wanted in (None, False, "false", "False"):
         return None
     if wanted in (True, "true", "True", "last", "latest"):
-        folder = Path(training.output_dir)
-        if not (last := get_last_checkpoint(folder) if folder.is_dir() else None):
-            raise ValueError(f"{folder} holds no checkpoint to resume from: leave out --resume_from_checkpoint")
-        return last
-    if not (Path(wanted) / "trainer_state.json").is_file():
+        if not (found := checkpoints(Path(training.output_dir))):
+            raise ValueError(
+                f"{training.output_dir} holds no checkpoint to resume from: leave out --resume_from_checkpoint"
+            )
+        return str(found[-1])
+    if not (Path(wanted) / STATE_FILE).is_file():
         raise ValueError(f"{wanted} is no checkpoint of a run: give its folder, or `last`")
     return wanted
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a run that can be gone on from, the newest last. The state is written last of all."""
+    whole = (file.parent for file in folder.glob(f"checkpoint-*/{STATE_FILE}"))
+    return sorted(whole, key=lambda checkpoint: int(checkpoint.name.removeprefix("checkpoint-")))

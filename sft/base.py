@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate.state import PartialState
-from huggingface_hub import ModelCard, snapshot_download
+from huggingface_hub import snapshot_download
 from peft import LoraConfig
 from safetensors import safe_open
 from transformers import (
@@ -24,7 +24,6 @@ import modeling_bhyt  # noqa: F401
 from evaluation.checkpoint_settings import repair_generation_config, settle_vocabulary
 
 from .chat import Chat
-from .proof import stop_ids
 
 
 # Licences and notices travel with what is made of a checkpoint, and so does the report of a graft
@@ -70,6 +69,14 @@ class Base:
             return Path(self.name)
         return Path(snapshot_download(self.name, revision=self.loading["revision"], allow_patterns=CARRIED_OVER))
 
+    @property
+    def fingerprint(self) -> list:
+        """What tells this checkpoint from another of the same name: its revision, or its files' sizes and times."""
+        if not Path(self.name).is_dir():
+            return [self.name, self.loading["revision"]]
+        files = sorted([*self.folder.glob("*.safetensors"), self.folder / "config.json"])
+        return [self.name, *((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files)]
+
     @cached_property
     def stored_dtypes(self) -> dict[str, torch.dtype]:
         """dtype of each tensor as the base stores it. To be asked after the weights were loaded, and so fetched."""
@@ -79,18 +86,17 @@ class Base:
                 found |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
         return {name: DTYPES[dtype] for name, dtype in found.items() if dtype in DTYPES}
 
-    @property
-    def license(self) -> str | None:
-        card = self.folder / "README.md"
-        return ModelCard.load(card).data.license if card.is_file() else None
-
-    @property
+    @cached_property
     def conversion(self) -> dict | None:
         """What the conversion report of a graft says in short; None for any other base."""
         file = self.folder / "conversion_report.json"
         if not file.is_file():
             return None
-        report = json.loads(file.read_text(encoding="utf-8"))
+        try:
+            report = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            self.notes.append("the base's conversion_report.json cannot be read: its figures are left out")
+            return None
         kept = (
             "command",
             "source",
@@ -116,6 +122,8 @@ def read_base(model: ModelConfig, training: SFTConfig) -> Base:
         raise ValueError(
             f"{name} is a GGUF file, which cannot be trained on: make a checkpoint of it, as by `python -m conversion graft`"
         )
+    if not Path(name).exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
+        raise ValueError(f"no folder at {name}: name a checkpoint's folder or a Hub id")
     if (Path(name) / "adapter_config.json").is_file():
         raise ValueError(f"{name} is an adapter: merge it first (merge_and_unload), and train what comes of it")
     loading = {
@@ -129,7 +137,10 @@ def read_base(model: ModelConfig, training: SFTConfig) -> Base:
         notes.append("the tokenizer has no padding token: the end of a turn pads too, masked everywhere")
     if model.attn_implementation:
         loading["attn_implementation"] = model.attn_implementation
-    return Base(name, config, tokenizer, loading, notes)
+    base = Base(name, config, tokenizer, loading, notes)
+    # Asked now, so that the summary says what cannot be read
+    _ = base.conversion
+    return base
 
 
 def load_model(base: Base, chat: Chat, arguments: ModelConfig) -> PreTrainedModel:
@@ -153,7 +164,7 @@ def agree_on_tokens(model: PreTrainedModel, chat: Chat):
     """Tokenizer, configuration and generation settings get the same stop ids (the end of a turn first) and padding."""
     chat.tokenizer.eos_token = chat.stop_token
     chat.tokenizer.pad_token = chat.tokenizer.pad_token or chat.stop_token
-    stops = stop_ids(chat, model.generation_config.eos_token_id or model.config.eos_token_id)
+    stops = chat.stop_ids(model.generation_config.eos_token_id or model.config.eos_token_id)
     for settings in (model.config, model.generation_config):
         settings.eos_token_id = stops
         settings.pad_token_id = chat.tokenizer.pad_token_id

@@ -38,11 +38,21 @@ class Chat:
 
     def __post_init__(self):
         self.stop_id = self._find_stop()
-        self.encode(PROBE)
+        ids, labels = self.encode(PROBE)
+        learned = [label for label in labels if label != IGNORED]
+        expected = [message["content"] + self.stop_token for message in PROBE if message["role"] == "assistant"]
+        # White space around a reply belong to some templates
+        if "".join((text := self.tokenizer.decode(learned)).split()) != "".join(expected):
+            raise ValueError(f"of two replies it would teach {text!r}, not {''.join(expected)!r}")
 
     @property
     def stop_token(self) -> str:
         return self.tokenizer.convert_ids_to_tokens(self.stop_id)
+
+    def stop_ids(self, others: int | list[int] | None) -> list[int]:
+        """The end of a turn first, then what else ended a text before."""
+        others = [] if others is None else [others] if isinstance(others, int) else others
+        return [self.stop_id, *(other for other in others if other != self.stop_id)]
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """Token ids of a conversation up to where the next reply begins."""
@@ -52,8 +62,14 @@ class Chat:
         """(ids, labels) of a conversation, -100 where nothing is learned.
 
         Raises:
-            BadRow: the template does not render earlier turns as it did before, or does not end a reply.
+            BadRow: the template refuses the row, does not render earlier turns as it did before, or does not end a reply.
         """
+        try:
+            return self._encode(messages)
+        except TemplateError as error:
+            raise BadRow(f"the chat template refuses it: {error}") from None
+
+    def _encode(self, messages: list[Message]) -> tuple[list[int], list[int]]:
         ids = self._ids(messages)
         labels = [IGNORED] * len(ids)
         for turn, message in enumerate(messages):

@@ -41,11 +41,11 @@ class Conversations:
     """
 
     name: str
-    hub_id: str | None
     form: str
     rows: list[tuple[int, list[Message]]]
     bad: list[tuple[int, str]]
     num_read: int
+    hub_id: str | None = None
 
 
 def _pairs(texts) -> list[Message]:
@@ -170,7 +170,7 @@ def read_conversations(name: str, split: str, configuration: str | None = None) 
     is_local = is_json or Path(place).exists()
     called = Path(place).name + name.removeprefix(place) if is_local else name
     hub_id = place if HUB_ID.fullmatch(place) and not is_local else None
-    return Conversations(called, hub_id, form, good, bad, len(rows))
+    return Conversations(called, form, good, bad, len(rows), hub_id)
 
 
 def _checked(row, read: Callable[[dict], list[Message]]) -> list[Message]:

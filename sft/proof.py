@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -15,6 +16,7 @@ from evaluation.answers import answer, reply_loss
 from evaluation.perplexity import named_part, perplexity, read_documents, text_windows
 
 from .arguments import ChatArguments
+from .base import Base
 from .chat import Chat
 
 
@@ -30,9 +32,9 @@ class Proof:
     batch_size: int
     bf16: bool
 
-    def digest(self, base: str) -> str:
+    def digest(self, base: Base) -> str:
         """What the figures of `base` depend on, as one word."""
-        asked = [base, self.questions, self.max_answer_tokens, self.chat.training_template, self.bf16]
+        asked = [base.fingerprint, self.questions, self.max_answer_tokens, self.chat.training_template, self.bf16]
         asked += [{name: windows.tolist() for name, windows in self.windows.items()}, list(self.conversations or [])]
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
@@ -60,23 +62,27 @@ class Proof:
 
     def _answer(self, model, question: str) -> dict:
         prompt = self.chat.prompt([{"role": "user", "content": question}])
-        stops = stop_ids(self.chat, model.generation_config.eos_token_id)
+        stops = self.chat.stop_ids(model.generation_config.eos_token_id)
         reply = answer(model, self.chat.tokenizer, prompt, stops, self.max_answer_tokens)
         return {"question": question, "answer": reply}
 
 
-def stop_ids(chat: Chat, others: int | list[int] | None) -> list[int]:
-    """The end of a turn first, then what else ended a text before."""
-    others = [] if others is None else [others] if isinstance(others, int) else others
-    return [chat.stop_id, *(other for other in others if other != chat.stop_id)]
-
-
 def text_of_proof(arguments: ChatArguments, tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
     """Windows of every text of `perplexity_data`, by its file's name. Before the tokenizer learns to chat: its EOS joins
-    documents."""
-    return {
-        named_part(path)[0].rsplit("/", 1)[-1]: text_windows(
-            tokenizer, read_documents(path), arguments.perplexity_window_length, arguments.num_perplexity_windows
-        )
-        for path in arguments.perplexity_data
-    }
+    documents.
+
+    Raises:
+        ValueError: a text that is not there, too short, or called like another.
+    """
+    length, count = arguments.perplexity_window_length, arguments.num_perplexity_windows
+    names = [Path(named_part(path)[0]).name for path in arguments.perplexity_data]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"perplexity_data names two texts {min(twice)}: give one of them another name")
+    windows = {}
+    for name, path in zip(names, arguments.perplexity_data):
+        documents = read_documents(path)
+        try:
+            windows[name] = text_windows(tokenizer, documents, length, count)
+        except ValueError as error:
+            raise ValueError(f"perplexity_data {path}: {error}") from error
+    return windows

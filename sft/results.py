@@ -8,20 +8,16 @@ from pathlib import Path
 from transformers.trainer_callback import TrainerState
 from trl import ModelConfig, SFTConfig
 
+from model_cards.render import read_licence
 from modeling_bhyt import __version__
 
-from .arguments import ChatArguments
+from .arguments import LORA, RECIPE, ChatArguments
 from .base import Base
 from .chat import Chat, Tokenized
 from .data import Conversations
 
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
-# What says how to train; paths of one machine and what changes no result stay out
-RECIPE = """learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay optim adam_beta1 adam_beta2
-    adam_epsilon max_grad_norm num_train_epochs max_steps per_device_train_batch_size gradient_accumulation_steps max_length
-    packing seed data_seed bf16 fp16 neftune_noise_alpha""".split()
-LORA = """lora_r lora_alpha lora_dropout lora_target_modules use_rslora use_dora load_in_4bit load_in_8bit""".split()
 
 
 def gather_results(
@@ -50,7 +46,7 @@ def gather_results(
                     "name": base.published_name,
                     "model_type": base.config.model_type,
                     "norm_type": getattr(base.config, "norm_type", None),
-                    "license": base.license,
+                    **read_licence(base.folder),
                     "conversion": base.conversion,
                 },
                 "data": {purpose: _describe(conversations, rows) for purpose, conversations, rows in texts},
@@ -61,7 +57,7 @@ def gather_results(
                     "num_steps": state.global_step,
                     "minutes": minutes,
                     "final_loss": last(state.log_history, "loss"),
-                    "mean_loss": last(state.log_history, "train_loss"),
+                    "mean_loss": mean_loss(state.log_history),
                     "best_evaluation_loss": state.best_metric,
                     "best_checkpoint": Path(best).name if best else None,
                 },
@@ -75,12 +71,25 @@ def gather_results(
 
 def _describe(conversations: Conversations, rows: Tokenized) -> dict:
     described = {name: value for name, value in vars(rows).items() if name != "dataset"}
-    return {"name": conversations.name, "form": conversations.form, "num_kept": len(rows.dataset)} | described
+    return {
+        "name": conversations.name,
+        "hub_id": conversations.hub_id,
+        "form": conversations.form,
+        "num_kept": len(rows.dataset),
+    } | described
 
 
 def last(history: list[dict], key: str) -> float | None:
     """The newest value of a key in the trainer's log."""
     return next((entry[key] for entry in reversed(history) if key in entry), None)
+
+
+def mean_loss(history: list[dict]) -> float | None:
+    """The mean of the logged losses, weighted by the steps that each is the mean of; those of a resumed run included."""
+    losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    starts = [0, *(step for step, _ in losses)]
+    total = sum((step - start) * loss for start, (step, loss) in zip(starts, losses))
+    return total / losses[-1][0] if losses else None
 
 
 def result_rows(results: dict) -> list[tuple[str, str, str, str]]:

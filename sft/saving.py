@@ -13,28 +13,21 @@ from trl import ModelConfig, SFTConfig
 
 from evaluation.checkpoint_settings import repair_generation_config
 
-from .arguments import ChatArguments
+from .arguments import LORA, RECIPE, ChatArguments
 from .base import LEGAL_FILES, Base, agree_on_tokens
 from .chat import Chat
+from .trainer import require_finite
 
 
 RUN_FILE, BEFORE_FILE, RESULTS_FILE = "run.json", "before.json", "results.json"
 # The estimator's constants of a run that refreshes them: in each checkpoint and, at the end, in the output folder
 CONSTANTS_FILE = "variance_constants.json"
-SAME_RUN = """seed max_length packing learning_rate lr_scheduler_type num_train_epochs max_steps weight_decay optim
-    per_device_train_batch_size gradient_accumulation_steps bf16 fp16 use_peft lora_r lora_alpha lora_dropout
-    lora_target_modules train_norms refresh_constants_every""".split()
+SAME_RUN = [*RECIPE, *LORA, "use_peft", "train_norms", "refresh_constants_every", "dtype", "model_revision"]
+# What a run leaves that was stopped before its first checkpoint: it may be begun again over it
+BEGUN = (RUN_FILE, BEFORE_FILE, "training_log.csv", "training_log.png")
 # What a run leaves in its folder besides checkpoint-N
 OUTPUTS = (
-    *(
-        RUN_FILE,
-        BEFORE_FILE,
-        RESULTS_FILE,
-        CONSTANTS_FILE,
-        "training_log.csv",
-        "training_log.png",
-        "training_args.bin",
-    ),
+    *(*BEGUN, RESULTS_FILE, CONSTANTS_FILE, "training_args.bin"),
     *("config.json", "generation_config.json", "chat_template.jinja", "adapter", "trainer_state.json"),
     *(
         "tokenizer*",
@@ -48,8 +41,8 @@ OUTPUTS = (
 )
 
 
-def check_place(training: SFTConfig, arguments: ChatArguments):
-    """Refuses an output_dir that holds something, unless the run goes on there or may replace it.
+def check_place(training: SFTConfig, arguments: ChatArguments, base: str):
+    """Refuses an output_dir that holds the base, or something else, unless the run goes on there or may replace it.
 
     Raises:
         ValueError: with what to do instead.
@@ -57,7 +50,11 @@ def check_place(training: SFTConfig, arguments: ChatArguments):
     folder = Path(training.output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"output_dir {folder} is a file: name a folder")
-    if training.resume_from_checkpoint or arguments.overwrite or not folder.is_dir() or not any(folder.iterdir()):
+    if Path(base).is_dir() and Path(base).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"output_dir {folder} holds the base, {base}, which the run would replace: choose another")
+    if training.resume_from_checkpoint or arguments.overwrite or not folder.is_dir():
+        return
+    if {path.name for path in folder.iterdir()} <= set(BEGUN):
         return
     raise ValueError(
         f"output_dir {folder} is not empty: choose another, go on with --resume_from_checkpoint last, or replace it "
@@ -123,7 +120,7 @@ def save_finished(
     from there.
 
     Raises:
-        ValueError: a weight that is not finite.
+        NotFinite: a weight that became infinite or no number when an adapter was merged.
     """
     staged = folder / ".finished"
     shutil.rmtree(staged, ignore_errors=True)
@@ -137,8 +134,7 @@ def save_finished(
             constants, _ = read_constants(folder)
             model.get_base_model().set_variance_constants(constants)
         model = model.merge_and_unload() if is_adapter else model
-        if broken := [name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()]:
-            raise ValueError(f"{broken[0]} is not finite after training ({len(broken)} tensors): nothing was saved")
+        require_finite(model.state_dict(), "after the adapter was merged")
         repair_generation_config(base.name, model.generation_config)
         agree_on_tokens(model, chat)
         _cast(model, base, arguments.save_dtype)

@@ -2,6 +2,7 @@
 
 import csv
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,10 +17,16 @@ class NotFinite(Exception):
     """A loss or a gradient that is not a number: the run stops before the step, nothing broken is saved."""
 
 
+def require_finite(tensors: Mapping[str, torch.Tensor], when: str):
+    """Raises NotFinite, which names the first tensor that is not."""
+    if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise NotFinite(f"{broken[0]} is not finite {when} ({len(broken)} of {len(tensors)} tensors)")
+
+
 class ChatTrainer(SFTTrainer):
     """Identical to SFTTrainer except:
 
-    - it stops before the step in which the loss or a gradient is not finite;
+    - it stops before the step in which the loss or a gradient is not finite, and saves no weights that are not;
     - figures of the norms are logged with the training loss;
     - it writes no card: the pipeline writes one that is right, at the end.
     """
@@ -45,6 +52,12 @@ class ChatTrainer(SFTTrainer):
             if not (norm.full_tensor() if isinstance(norm, DTensor) else norm).isfinite():
                 raise NotFinite(f"a gradient is not finite in step {step}")
         return loss
+
+    def _save(self, output_dir=None, state_dict=None):
+        # What is gathered from several processes is handed over here
+        weights = dict(self.model.named_parameters()) if state_dict is None else state_dict
+        require_finite(weights, f"after step {self.state.global_step}")
+        super()._save(output_dir, state_dict)
 
     def create_model_card(self, *args, **kwargs):
         pass

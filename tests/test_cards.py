@@ -5,7 +5,7 @@ from huggingface_hub import ModelCard
 
 from model_cards.converted import converted_card
 from model_cards.fine_tuned import fine_tuned_card
-from model_cards.render import BEGIN, END, merge_card, save_readme
+from model_cards.render import BEGIN, END, LICENCE, merge_card, save_readme
 
 
 def card(base_model=None, has_chat_template=True, **source) -> str:
@@ -14,11 +14,11 @@ def card(base_model=None, has_chat_template=True, **source) -> str:
     return converted_card("A title", "your-name/model", report, [("ratio", "1.0065")], base_model, has_chat_template)
 
 
-def chat_card(base="base", norm_type="bhyt", answer="yes", **options) -> str:
+def chat_card(base="base", norm_type="bhyt", answer="yes", data=None, **licence) -> str:
     part = {"name": "lima.jsonl", "form": "LIMA", "num_rows": 9, "num_kept": 8, "num_cut": 1, "num_supervised": 70}
     results = {
-        "base": {"name": base, "norm_type": norm_type, "license": "mit", "conversion": None},
-        "data": {"data": part | {"name": options.pop("data", "lima.jsonl")}},
+        "base": {"name": base, "norm_type": norm_type, "conversion": None, **dict.fromkeys(LICENCE), **licence},
+        "data": {"data": part | {"hub_id": data}},
         "training": {"num_steps": 3},
         "chat": {"stop_token": "<|im_end|>", "stop_id": 4},
         "recipe": {"learning_rate": 1e-5, "seed": 42},
@@ -93,3 +93,26 @@ def test_a_card_without_marks_is_the_users_and_stays_above():
 def test_front_matter_that_cannot_be_read_is_one_line():
     with pytest.raises(ValueError, match="front matter of a card cannot be read"):
         merge_card(card(), "---\n{: [\n---\n\nText\n")
+
+
+def test_front_matter_of_an_earlier_run_is_replaced_and_a_users_own_kept(tmp_path):
+    save_readme(tmp_path, chat_card(base="someone/base", data="someone/chats"))
+    file = tmp_path / "README.md"
+    file.write_text(file.read_text().replace("tags:\n", "language: de\ntags:\n- mine\n", 1))
+    save_readme(tmp_path, chat_card(norm_type=None, data="else/where"))
+    data = ModelCard(file.read_text()).data
+    assert data.tags == ["sft", "trl", "mine"] and data.language == "de"
+    assert data.datasets == ["else/where"] and data.base_model is None
+
+
+def test_the_record_of_front_matter_cannot_end_its_comment():
+    text = card(license="a --> <!-- b")
+    assert merge_card(card(), text) == card()
+
+
+def test_a_licence_of_its_own_is_carried_over_with_name_and_link():
+    link = "https://example.org/licence"
+    licence = {"license": "other", "license_name": "llama3.2", "license_link": link}
+    for text in card(**licence), chat_card(**licence):
+        data = ModelCard(text).data.to_dict()
+        assert {key: data[key] for key in LICENCE} == licence

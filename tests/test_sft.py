@@ -350,36 +350,6 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(fine_tune, tmp_pat
     assert not folder.exists() and "8 rows in, 8 kept" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_what_stands_in_the_output_folder_is_replaced_only_when_told(fine_tune, tmp_path):
-    folder = fine_tune()
-    (folder / "notes.txt").write_text("mine")
-    assert "is not empty" in fine_tune(code=2)
-    fine_tune(overwrite=True, seed=3)
-    assert results(folder)["recipe"]["seed"] == 3 and (folder / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"data": "nowhere.jsonl"}, "no file at nowhere.jsonl"),
-        ({"hub_token": "x"}, "hub_token is not taken here: .* HF_TOKEN"),
-        ({"packing": True, "packing_strategy": "wrapped"}, "cuts conversations in two"),
-        ({"push_to_hub": True}, "give --hub_model_id"),
-        ({"model_name_or_path": "x.gguf"}, "is a GGUF file"),
-        ({"resume_from_checkpoint": "last"}, "holds no checkpoint to resume from"),
-        ({"max_answer_tokens": -1}, "max_answer_tokens is -1"),
-        ({"learning_rat": 1}, "unrecognized arguments: --learning_rat 1|learning_rat"),
-        ({"figures_before": "nowhere.json"}, "nowhere.json"),
-        ({"perplexity_data": "nowhere.txt"}, "no text file at nowhere.txt"),
-    ],
-)
-def test_bad_input_is_one_line_and_nothing_is_trained(fine_tune, tmp_path, options, said):
-    import re
-
-    assert re.search(said, fine_tune(code=2, **options))
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-
-
 def test_recipes_name_options_that_exist(monkeypatch):
     from conftest import REPOSITORY
 
@@ -403,8 +373,3 @@ def test_recipes_name_options_that_exist(monkeypatch):
         assert (
             arguments.data.startswith("GAIR/lima") and training.learning_rate == 1e-5 and training.weight_decay == 0.1
         )
-
-
-def test_an_unknown_key_of_a_recipe_is_refused(fine_tune, tmp_path):
-    (tmp_path / "recipe.yaml").write_text("max_lenght: 4\n")
-    assert "max_lenght" in fine_tune(code=2, config=tmp_path / "recipe.yaml")

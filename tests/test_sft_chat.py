@@ -119,6 +119,14 @@ def test_a_template_that_cannot_be_trained_on_is_refused_by_name(tmp_path, templ
         choose_chat(chat_tokenizer("none"), str(file))
 
 
+def test_a_template_of_the_checkpoint_that_would_teach_a_role_instead_of_a_reply_gives_way_to_ours():
+    tokenizer = chat_tokenizer("chatml")
+    turns = "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' }}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{{% generation %}}{turns}{{% endgeneration %}}{{% endfor %}}"
+    chat = choose_chat(tokenizer)
+    assert "of two replies it would teach" in chat.origin and chat.stop_token == "<|im_end|>"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_template_is_read_both_ways_and_renders_what_training_saw(tmp_path, kind):
     chat = choose_chat(chat_tokenizer(kind))

@@ -77,7 +77,7 @@ def test_damaged_and_contradictory_folders_are_one_sentence(tmp_path):
     save_source(tmp_path)
     edit_json(tmp_path / "config.json", quantization_config=None)
     (tmp_path / "README.md").write_text("---\nlicense: [\n---\n")
-    assert read_source(str(tmp_path)).license is None
+    assert read_source(str(tmp_path)).licence["license"] is None
     edit_json(tmp_path / "config.json", intermediate_size=96)
     assert "down_proj.weight has shape [64, 128], but config.json makes it [64, 96]" in refusal(tmp_path)
     edit_json(tmp_path / "config.json", intermediate_size=128)
@@ -146,7 +146,7 @@ def test_a_hub_id_is_read_from_its_download(tmp_path, monkeypatch):
 
     monkeypatch.setattr("conversion.source.snapshot_download", download)
     source = read_source("someone/some-model")
-    assert source.hub_id == "someone/some-model" and source.license == "apache-2.0"
+    assert source.hub_id == "someone/some-model" and source.licence["license"] == "apache-2.0"
 
 
 def test_invalid_generation_settings_are_repaired_at_the_start_and_named(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from chat_bases import MARKED, save_base
 from chat_runs import results, weights
+from datasets.exceptions import DatasetNotFoundError
 from transformers import AutoTokenizer
 
 from sft.norm_callbacks import NormStatistics
@@ -197,3 +198,24 @@ def test_a_checkpoint_of_a_run_holds_the_chat_template(fine_tune):
     folder = fine_tune(save_strategy="steps", save_steps=1)
     checkpoint = AutoTokenizer.from_pretrained(folder / "checkpoint-1")
     assert checkpoint.chat_template == AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def test_a_gated_data_set_is_one_line(fine_tune, tmp_path, monkeypatch):
+    def refuse(*place, **options):
+        raise DatasetNotFoundError("Dataset 'GAIR/lima' is a gated dataset on the Hub.")
+
+    monkeypatch.setattr("sft.data.load_dataset", refuse)
+    assert "accept its terms at https://huggingface.co/datasets/GAIR/lima" in fine_tune(code=2, rows="GAIR/lima")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_without_padding_still_teaches_every_end(fine_tune, base, batches):
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(base)
+    folder = fine_tune()
+    stop = AutoTokenizer.from_pretrained(folder).eos_token_id
+    # Every third of the eight conversations has two replies
+    assert sum((batch["labels"] == stop).sum().item() for batch in batches) == 8 + 3
+    padding = [batch["labels"][batch["attention_mask"] == 0] for batch in batches]
+    assert any(len(labels) for labels in padding) and all((labels == -100).all() for labels in padding)

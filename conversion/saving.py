@@ -16,12 +16,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
+from model_cards.render import read_readme
+
 from .arguments import AUTO, OutputArguments
 from .source import Source
 
 
 def check_place(arguments: OutputArguments, num_bytes: int):
-    """Refuses an OUTPUT that exists, cannot be written or does not fit on the disk, and a shard size that is none.
+    """Refuses an OUTPUT that exists, holds a card that could not be kept, cannot be written or does not fit on the disk, and a
+    shard size that is none.
 
     Raises:
         ValueError: with what to do instead.
@@ -31,6 +34,7 @@ def check_place(arguments: OutputArguments, num_bytes: int):
         parse_size(arguments.max_shard_size)
     if output.exists() and not arguments.overwrite:
         raise ValueError(f"OUTPUT {output} exists: choose another folder, or replace it with --overwrite")
+    read_readme(output)
     place = next(folder for folder in output.absolute().parents if folder.exists())
     if not os.access(place, os.W_OK):
         raise ValueError(f"OUTPUT {output} cannot be made: {place} is not writable")

@@ -41,11 +41,9 @@ def render(template: str, **values) -> str:
 
 def read_licence(folder: Path) -> dict[str, str | None]:
     """`license`, `license_name` and `license_link` of a folder's card; None where it says nothing that can be read."""
-    file = folder / "README.md"
     data: dict = {}
-    if file.is_file():
-        with contextlib.suppress(ValueError):
-            data, _ = _parts(file.read_text(encoding="utf-8"))
+    with contextlib.suppress(ValueError):
+        data, _ = _parts(read_readme(folder) or "")
     return {key: data.get(key) for key in LICENCE}
 
 
@@ -107,6 +105,21 @@ def merge_card(card: str, former: str | None) -> str:
 
 def save_readme(folder: Path, card: str, former: Path | None = None):
     """Writes `card` to the folder's README.md, merged with the one in `former` (by default this folder itself)."""
-    file = (former or folder) / "README.md"
-    merged = merge_card(card, file.read_text(encoding="utf-8") if file.is_file() else None)
-    (folder / "README.md").write_text(merged, encoding="utf-8")
+    (folder / "README.md").write_text(merge_card(card, read_readme(former or folder)), encoding="utf-8")
+
+
+def read_readme(folder: Path) -> str | None:
+    """A folder's README.md, which a card can be merged with; asked before long work, too.
+
+    Raises:
+        ValueError: it is not UTF-8, or has front matter that cannot be read.
+    """
+    file = folder / "README.md"
+    if not file.is_file():
+        return None
+    try:
+        text = file.read_text(encoding="utf-8")
+        _parts(text)
+    except ValueError as error:
+        raise ValueError(f"{file} would be kept in the new card, but {error}: mend it, or move it away") from error
+    return text

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl import ModelConfig, SFTConfig
 
 from evaluation.checkpoint_settings import repair_generation_config
+from model_cards.render import read_readme
 
 from .arguments import LORA, RECIPE, ChatArguments
 from .base import LEGAL_FILES, Base, agree_on_tokens
@@ -42,7 +43,8 @@ OUTPUTS = (
 
 
 def check_place(training: SFTConfig, arguments: ChatArguments, base: str):
-    """Refuses an output_dir that holds the base, or something else, unless the run goes on there or may replace it.
+    """Refuses an output_dir that holds the base, a card that could not be kept, or something else, unless the run goes on
+    there or may replace it.
 
     Raises:
         ValueError: with what to do instead.
@@ -52,6 +54,7 @@ def check_place(training: SFTConfig, arguments: ChatArguments, base: str):
         raise ValueError(f"output_dir {folder} is a file: name a folder")
     if Path(base).is_dir() and Path(base).resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"output_dir {folder} holds the base, {base}, which the run would replace: choose another")
+    read_readme(folder)
     if training.resume_from_checkpoint or arguments.overwrite or not folder.is_dir():
         return
     if {path.name for path in folder.iterdir()} <= set(BEGUN):

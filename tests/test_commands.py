@@ -107,6 +107,14 @@ def test_an_existing_output_is_replaced_only_when_told_to(source, tmp_path, conv
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
+def test_a_card_that_could_not_be_kept_is_named_before_the_work(source, tmp_path, conversion):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "README.md").write_text("---\nlicense: [\n---\n")
+    code, printed = conversion("graft", source, tmp_path / "out", *QUICK, "--overwrite")
+    assert code == 2 and "README.md would be kept in the new card, but the front matter" in printed.err
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["README.md"]
+
+
 def test_a_failure_half_way_leaves_the_old_output_and_no_scraps(source, tmp_path, conversion, monkeypatch):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")

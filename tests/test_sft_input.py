@@ -219,3 +219,12 @@ def test_a_tokenizer_without_padding_still_teaches_every_end(fine_tune, base, ba
     assert sum((batch["labels"] == stop).sum().item() for batch in batches) == 8 + 3
     padding = [batch["labels"][batch["attention_mask"] == 0] for batch in batches]
     assert any(len(labels) for labels in padding) and all((labels == -100).all() for labels in padding)
+
+
+@pytest.mark.parametrize("readme", [b"---\nlicense: [\n---\n", b"na\xefve"])
+def test_a_card_that_could_not_be_kept_is_named_before_the_work(fine_tune, readme):
+    folder = fine_tune()
+    (folder / "README.md").write_bytes(readme)
+    whole = (folder / "model.safetensors").stat().st_mtime_ns
+    assert "README.md would be kept in the new card, but" in fine_tune(code=2, overwrite=True)
+    assert (folder / "model.safetensors").stat().st_mtime_ns == whole

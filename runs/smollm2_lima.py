@@ -7,10 +7,12 @@ NAME is source or graft, both by default, or one of two plain Llamas on the way 
 and not evaluated: folded (gains multiplied into the projections that read them) and rotated (the graft's basis, RMSNorm).
 """
 
+import csv
 import json
 import os
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -97,6 +99,20 @@ def figures(results: dict) -> dict[str, float]:
     return found
 
 
+def save_losses(folder: Path):
+    """losses.csv: every step's training loss of the first seed, a column a name, as far as each has come."""
+    columns = {}
+    for name in (*COMPARED, *BETWEEN):
+        file = folder / f"{name}-{SEEDS[0]}" / "training_log.csv"
+        if file.is_file():
+            with file.open(encoding="utf-8", newline="") as stream:
+                columns[name] = [row["loss"] for row in csv.DictReader(stream) if row["loss"]]
+    with (folder / "losses.csv").open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["step", *columns])
+        writer.writerows([step, *row] for step, row in enumerate(zip_longest(*columns.values()), start=1))
+
+
 def main():
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
@@ -106,6 +122,7 @@ def main():
             if name in COMPARED or seed == SEEDS[0]:
                 known = folder / f"{name}-{SEEDS[0]}" / "before.json"
                 fine_tune(bases[name], folder / f"{name}-{seed}", seed, known, name in COMPARED)
+    save_losses(folder)
     results = {name: [folder / f"{name}-{seed}" / "results.json" for seed in SEEDS] for name in COMPARED}
     if not all(file.exists() for files in results.values() for file in files):
         return

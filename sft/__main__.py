@@ -158,7 +158,9 @@ def figures_before(file: Path, proof: Proof, base: Base, trainer: ChatTrainer, k
         kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         if kept.get("of") != digest:
             save_json(file, known or {"of": digest, **proof.measure(trainer.model)})
-    return json.loads(file.read_text(encoding="utf-8"))
+    figures = json.loads(file.read_text(encoding="utf-8"))
+    del figures["of"]
+    return figures
 
 
 def train(trainer: ChatTrainer, training: SFTConfig):

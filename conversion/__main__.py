@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from evaluation.command_line import fail
 from evaluation.perplexity import perplexity
 from model_cards.converted import save_converted_card
-from model_cards.publish import publish
+from model_cards.publish import publish, publish_command
 from modeling_bhyt import BHyTLlamaForCausalLM
 
 from . import plans
@@ -270,7 +270,11 @@ def deliver(report: dict, arguments: OutputArguments):
     print(f"{arguments.output} is ready: AutoModelForCausalLM.from_pretrained({arguments.output!r}{consent})")
     if arguments.push_to_hub:
         hub = (arguments.push_to_hub, arguments.private, arguments.revision)
-        print(f"uploaded: {publish(Path(arguments.output), *hub)}")
+        try:
+            print(f"uploaded: {publish(Path(arguments.output), *hub)}")
+        except KeyboardInterrupt:
+            again = publish_command(Path(arguments.output), *hub)
+            fail(f"interrupted: {arguments.output} is ready; `{again}` uploads it", code=130)
 
 
 RUN = {GraftArguments: graft, HealArguments: heal, ExportArguments: export, VerifyArguments: verify}

@@ -107,6 +107,16 @@ def test_an_existing_output_is_replaced_only_when_told_to(source, tmp_path, conv
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
+def test_a_stopped_upload_says_what_goes_on_with_it(source, tmp_path, conversion, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("conversion.__main__.publish", interrupted)
+    code, printed = conversion("graft", source, tmp_path / "out", *QUICK, "--push_to_hub", "someone/model")
+    assert code == 130 and "out someone/model` uploads it" in printed.err
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
 def test_a_card_that_could_not_be_kept_is_named_before_the_work(source, tmp_path, conversion):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "README.md").write_text("---\nlicense: [\n---\n")

@@ -63,6 +63,8 @@ def _parts(card: str) -> tuple[dict, str]:
     Raises:
         ValueError: front matter that cannot be read.
     """
+    if not card.lstrip().startswith("---"):
+        return {}, card
     try:
         loaded = ModelCard(card, ignore_metadata_errors=True)
         return loaded.data.to_dict(), loaded.text

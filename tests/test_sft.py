@@ -227,7 +227,7 @@ def test_an_adapter_can_be_saved_alone(fine_tune, base):
 def test_a_stopped_run_goes_on_to_the_same_weights(fine_tune, monkeypatch, tmp_path):
     options = {"per_device_train_batch_size": 1, "num_train_epochs": 1, "save_strategy": "steps", "save_steps": 100}
     whole = fine_tune("whole", **options)
-    step = ChatTrainer.training_step
+    step, handler = ChatTrainer.training_step, signal.getsignal(signal.SIGINT)
 
     def interrupted(self, *arguments, **others):
         if self.state.global_step == 3:
@@ -239,7 +239,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(fine_tune, monkeypatch, tmp_p
     assert "stopped after step 4: go on with --resume_from_checkpoint last" in error
     stopped = tmp_path / "stopped"
     assert (stopped / "checkpoint-4").is_dir() and not (stopped / "model.safetensors").exists()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     monkeypatch.setattr(ChatTrainer, "training_step", step)
     assert "is not empty" in fine_tune("stopped", code=2, **options)
     assert "its seed was 42, not 7" in fine_tune("stopped", code=2, resume_from_checkpoint="last", seed=7, **options)

@@ -41,7 +41,7 @@ class Chat:
         ids, labels = self.encode(PROBE)
         learned = [label for label in labels if label != IGNORED]
         expected = [message["content"] + self.stop_token for message in PROBE if message["role"] == "assistant"]
-        # White space around a reply belong to some templates
+        # White space around a reply belongs to some templates
         if "".join((text := self.tokenizer.decode(learned)).split()) != "".join(expected):
             raise ValueError(f"of two replies it would teach {text!r}, not {''.join(expected)!r}")
 

@@ -59,9 +59,13 @@ def _turns(turns) -> list[Message]:
     if isinstance(turns, dict):
         turns = [dict(zip(turns, turn)) for turn in zip(*turns.values(), strict=True)]
     return [
-        {"role": turn.get("from", turn.get("role")), "content": _text(turn.get("value", turn.get("content")))}
-        for turn in turns
+        {"role": _first(turn, "from", "role"), "content": _text(_first(turn, "value", "content"))} for turn in turns
     ]
+
+
+def _first(turn: dict, *columns: str):
+    """The first of these that is there: a table has null where another row's column is."""
+    return next((turn[column] for column in columns if turn.get(column) is not None), None)
 
 
 def _text(content):

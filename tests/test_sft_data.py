@@ -72,6 +72,10 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": "Q"}]}
 VARIANTS = {
     "roles in ShareGPT's column": ({"conversations": QUESTION_AND_ANSWER}, []),
     "columns of turns": ({"conversations": {"from": ["human", "gpt"], "value": ["Q", "A"]}}, []),
+    "null in columns of others": (
+        {"messages": [turn | {"from": None, "value": None} for turn in QUESTION_AND_ANSWER]},
+        [],
+    ),
     "content in parts": ({"messages": [PARTS, {"role": "assistant", "content": "A"}]}, []),
     "a prompt of messages": ({"prompt": SYSTEM + QUESTION_AND_ANSWER[:1], "completion": "A"}, SYSTEM),
     "a completion of messages": ({"prompt": "Q", "completion": QUESTION_AND_ANSWER[1:]}, []),

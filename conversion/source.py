@@ -21,7 +21,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from evaluation.checkpoint_settings import repair_generation_config, settle_vocabulary, unsaveable
+from evaluation.checkpoint_settings import (
+    names_a_folder,
+    repair_generation_config,
+    settle_vocabulary,
+    unsaveable,
+)
 from model_cards.render import LICENCE, read_licence
 from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM
 
@@ -198,7 +203,7 @@ def _legal_files(folder: Path) -> list[Path]:
 
 
 def _download(repository: str) -> Path:
-    if repository.count("/") > 1 or repository.startswith((".", "/")):
+    if names_a_folder(repository):
         raise ValueError(f"no folder at {repository}: give a folder, a .gguf file or a Hub id")
     try:
         return Path(snapshot_download(repository, allow_patterns=HUB_FILES))

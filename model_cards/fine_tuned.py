@@ -7,6 +7,7 @@ from pathlib import Path
 from .render import LICENCE, render, save_readme
 
 
+# name/model, as in a URL of the Hub
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 

@@ -1,10 +1,11 @@
 """SmolLM2-135M and its default graft, fine-tuned on LIMA by one recipe, three seeds each, side by side.
 
 Usage: BHYT_DATA=FOLDER python runs/smollm2_lima.py FOLDER [NAME ...]   (3 hours a name on one core; names run beside each
-other from two shells, once the bases are made; started again, it goes on)
+other from two shells; started again, it goes on)
 
-NAME is source or graft, both by default, or one of two plain Llamas on the way from one to the other, trained with one seed
-and not evaluated: folded (gains multiplied into the projections that read them) and rotated (the graft's basis, RMSNorm).
+NAME is source or graft, both by default, or one that tells causes apart, trained with one seed and not evaluated: folded
+(a plain Llama, gains multiplied into the projections that read them), rotated (a plain Llama in the graft's basis) and
+original (a graft in the original basis).
 """
 
 import csv
@@ -22,10 +23,11 @@ from rich.table import Table
 
 from conversion.rotation import READERS, model_of, rotate
 from conversion.source import read_source
+from evaluation.command_line import fail
 
 
 SEEDS = (0, 1, 2)
-COMPARED, BETWEEN = ("source", "graft"), ("folded", "rotated")
+COMPARED, CONTROLS = ("source", "graft"), ("folded", "rotated", "original")
 RECIPE = "sft/recipes/smollm2_cpu.yaml"
 
 
@@ -33,26 +35,23 @@ def run(*words: str):
     subprocess.run([sys.executable, "-m", *words], check=True)
 
 
-def make_bases(folder: Path) -> dict[str, Path]:
-    """The source as a plain checkpoint, its default graft, and the two between them."""
+def make_base(name: str, folder: Path) -> Path:
+    """The checkpoint of that name, made where it is not there yet."""
+    base = folder / name
+    if (base / "config.json").exists():
+        return base
     find = [sys.executable, "runs/find_smollm2.py"]
     gguf = subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip()
-    bases = {name: folder / name for name in (*COMPARED, *BETWEEN)}
-    if not bases["graft"].exists():
-        run("conversion", "graft", gguf, str(bases["graft"]))
-    if all((bases[name] / "config.json").exists() for name in ("source", *BETWEEN)):
-        return bases
+    if name in ("graft", "original"):
+        run("conversion", "graft", gguf, str(base), "--basis", "original" if name == "original" else "rotated")
+        return base
     source = read_source(gguf)
-    save_base(source.model, source.tokenizer, bases["source"])
-    save_base(model_of(rotate(source, seed=0)), source.tokenizer, bases["rotated"])
-    fold_gains(source.model)
-    save_base(source.model, source.tokenizer, bases["folded"])
-    return bases
-
-
-def save_base(model, tokenizer, folder: Path):
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model = model_of(rotate(source, seed=0)) if name == "rotated" else source.model
+    if name == "folded":
+        fold_gains(model)
+    model.save_pretrained(base)
+    source.tokenizer.save_pretrained(base)
+    return base
 
 
 @torch.no_grad()
@@ -102,23 +101,26 @@ def figures(results: dict) -> dict[str, float]:
 def save_losses(folder: Path):
     """losses.csv: every step's training loss of the first seed, a column a name, as far as each has come."""
     columns = {}
-    for name in (*COMPARED, *BETWEEN):
+    for name in (*COMPARED, *CONTROLS):
         file = folder / f"{name}-{SEEDS[0]}" / "training_log.csv"
         if file.is_file():
             with file.open(encoding="utf-8", newline="") as stream:
                 columns[name] = [row["loss"] for row in csv.DictReader(stream) if row["loss"]]
     with (folder / "losses.csv").open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.writer(stream)
+        writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(["step", *columns])
         writer.writerows([step, *row] for step, row in enumerate(zip_longest(*columns.values()), start=1))
 
 
 def main():
     folder = Path(sys.argv[1])
+    names = sys.argv[2:] or COMPARED
+    if unknown := set(names) - {*COMPARED, *CONTROLS}:
+        fail(f"{min(unknown)!r} is no base: give one of {', '.join((*COMPARED, *CONTROLS))}")
     folder.mkdir(parents=True, exist_ok=True)
-    bases = make_bases(folder)
+    bases = {name: make_base(name, folder) for name in names}
     for seed in SEEDS:
-        for name in sys.argv[2:] or COMPARED:
+        for name in names:
             if name in COMPARED or seed == SEEDS[0]:
                 known = folder / f"{name}-{SEEDS[0]}" / "before.json"
                 fine_tune(bases[name], folder / f"{name}-{seed}", seed, known, name in COMPARED)

@@ -20,7 +20,7 @@ from model_cards.fine_tuned import save_fine_tuned_card
 from model_cards.publish import check_repository, destination, publish, publish_command
 
 from .arguments import ChatArguments, checkpoints, parse
-from .base import Base, adapter_config, freeze_constants, load_model, read_base
+from .base import adapter_config, freeze_constants, load_model, read_base
 from .chat import Tokenized, choose_chat, tokenize
 from .data import Conversations, read_conversations
 from .norm_callbacks import NormStatistics, RefreshConstants
@@ -64,7 +64,8 @@ def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: Mo
         training.per_device_eval_batch_size,
         bool(training.bf16),
     )
-    known = known_figures(arguments.figures_before, proof.digest(base))
+    digest = proof.digest(base)
+    known = known_figures(arguments.figures_before, digest)
     state = PartialState()
     if state.is_main_process:
         show(summary, "Fine-tuning")
@@ -74,7 +75,7 @@ def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: Mo
         return
     with state.main_process_first():
         start_run(training, arguments, describe_run(arguments, training, model_arguments, base, rows.dataset))
-    before = figures_before(folder / BEFORE_FILE, proof, base, trainer, known)
+    before = figures_before(folder / BEFORE_FILE, digest, proof, trainer, known)
     started = time.monotonic()
     train(trainer, training)
     minutes = (time.monotonic() - started) / 60
@@ -150,10 +151,9 @@ def known_figures(place: str | None, digest: str) -> dict | None:
     return figures
 
 
-def figures_before(file: Path, proof: Proof, base: Base, trainer: ChatTrainer, known: dict | None) -> dict:
+def figures_before(file: Path, digest: str, proof: Proof, trainer: ChatTrainer, known: dict | None) -> dict:
     """Figures of the base: those that are known, else measured by the main process while the others wait. Kept in `file`, so
     that a resumed run has them."""
-    digest = proof.digest(base)
     with PartialState().main_process_first():
         kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         if kept.get("of") != digest:

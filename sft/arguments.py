@@ -142,6 +142,8 @@ def parse(words: list[str]) -> tuple[ChatArguments, SFTConfig, ModelConfig]:
 def _check(chat: ChatArguments, training: SFTConfig, model: ModelConfig):
     if not model.model_name_or_path:
         raise ValueError("model_name_or_path is missing: name a folder or a Hub id")
+    if chat.eval_config and not chat.eval_data:
+        raise ValueError(f"eval_config is {chat.eval_config!r}, but there is no eval_data: give both, or leave it out")
     if not training.output_dir:
         raise ValueError("output_dir is missing: name the folder to make")
     for name, dtype in (("dtype", model.dtype), ("save_dtype", chat.save_dtype)):

@@ -21,7 +21,7 @@ from transformers import (
 from trl import ModelConfig, SFTConfig, get_peft_config, get_quantization_config
 
 import modeling_bhyt  # noqa: F401
-from evaluation.checkpoint_settings import repair_generation_config, settle_vocabulary
+from evaluation.checkpoint_settings import names_a_folder, repair_generation_config, settle_vocabulary
 
 from .chat import Chat
 
@@ -122,7 +122,7 @@ def read_base(model: ModelConfig, training: SFTConfig) -> Base:
         raise ValueError(
             f"{name} is a GGUF file, which cannot be trained on: make a checkpoint of it, as by `python -m conversion graft`"
         )
-    if not Path(name).exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):
+    if not Path(name).exists() and names_a_folder(name):
         raise ValueError(f"no folder at {name}: name a checkpoint's folder or a Hub id")
     if (Path(name) / "adapter_config.json").is_file():
         raise ValueError(f"{name} is an adapter: merge it first (merge_and_unload), and train what comes of it")

@@ -7,7 +7,6 @@ the rule is left out, and its index and the reason are said. What a row says in 
 """
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled
 
 from evaluation.perplexity import named_part
+from model_cards.fine_tuned import HUB_ID
 
 
 ROLES = {
@@ -24,8 +24,6 @@ ROLES = {
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatbot"), "assistant"),
 }
-# name/model, as in a URL of the Hub
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 Message = dict[str, str]
 
 
@@ -155,6 +153,8 @@ def read_conversations(name: str, split: str, configuration: str | None = None) 
         ValueError: what cannot be read, with the remedy; no good row at all.
     """
     place, part = named_part(name)
+    if configuration and Path(place).is_file():
+        raise ValueError(f"{place} is a file, which has no configuration {configuration!r}: leave it out")
     is_json = Path(place).suffix in (".json", ".jsonl")
     rows = (_read_json(Path(place)) if is_json else _load(place, split, configuration))[part]
     shapes = [row for row in rows if isinstance(row, dict)]

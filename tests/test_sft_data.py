@@ -136,6 +136,11 @@ def test_a_data_sets_configuration_and_split_are_asked_for(monkeypatch):
     assert asked == [("someone/chats", "german", "test")]
 
 
+def test_a_file_has_no_configuration(tmp_path):
+    with pytest.raises(ValueError, match="is a file, which has no configuration 'german': leave it out"):
+        read_conversations(write(tmp_path / "a.json", [FORMS["LIMA"]]), "", "german")
+
+
 def test_a_broken_parquet_file_is_named(tmp_path):
     (tmp_path / "rows.parquet").write_bytes(b"PAR1 broken")
     with pytest.raises(ValueError, match="rows.parquet is no parquet file that can be read"):

@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from evaluation.command_line import fail
+from checkpoints.command_line import Ended, fail, one_line_end
 from evaluation.perplexity import perplexity
 from model_cards.converted import save_converted_card
 from model_cards.publish import publish, publish_command
@@ -21,6 +20,7 @@ from .arguments import (
     GraftArguments,
     HealArguments,
     HealingArguments,
+    MeasureArguments,
     OutputArguments,
     VerifyArguments,
     parse_command,
@@ -43,8 +43,8 @@ from .verify import differences, flatten, read_report, report_windows, show_diff
 MAX_CHOICES = 3
 
 
-class BudgetMissed(Exception):
-    """The result costs more than was allowed: exit code 1, nothing saved."""
+class BudgetMissed(Ended):
+    """The result costs more than was allowed: nothing is saved."""
 
 
 def graft(arguments: GraftArguments):
@@ -280,19 +280,17 @@ def deliver(report: dict, arguments: OutputArguments):
 RUN = {GraftArguments: graft, HealArguments: heal, ExportArguments: export, VerifyArguments: verify}
 
 
+def how_to_go_on(arguments: MeasureArguments | None) -> str:
+    checkpoints = Path(f"{getattr(arguments, 'output', '')}.checkpoints")
+    can_resume = getattr(arguments, "heal_tokens", 0) and checkpoints.is_dir()
+    return "nothing was written" + (f"; --resume goes on from {checkpoints}" if can_resume else "")
+
+
 def main():
-    arguments = parse_command(sys.argv[1:])
-    try:
+    arguments = None
+    with one_line_end(lambda: how_to_go_on(arguments)):
+        arguments = parse_command(sys.argv[1:])
         sys.exit(RUN[type(arguments)](arguments) or 0)
-    except BudgetMissed as missed:
-        fail(missed, code=1)
-    except (ValueError, OSError, StrictDataclassError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        resume = ""
-        if getattr(arguments, "heal_tokens", 0) and Path(f"{arguments.output}.checkpoints").is_dir():
-            resume = f"; --resume goes on from {arguments.output}.checkpoints"
-        fail(f"interrupted: nothing was written{resume}", code=130)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import ClassVar, TypeVar, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
-from evaluation.command_line import OneLineErrors, fail
+from checkpoints.command_line import OneLineErrors, fail
 from model_cards.publish import check_repository
 
 

@@ -5,6 +5,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import LlamaConfig
 
+from checkpoints.weights import LazyTensors
 from evaluation.perplexity import input_device
 from modeling_bhyt import BHyTLlamaConfig
 from modeling_bhyt.configuration_bhyt import Site
@@ -13,7 +14,6 @@ from modeling_bhyt.normalization_bhyt import mean_square
 from .calibration import NORM_OF_SITE, GainFit, watch_norms
 from .graft import norm_name
 from .source import Source
-from .tensors import LazyTensors
 
 
 FINAL_NORM = "model.norm.weight"

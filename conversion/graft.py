@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpoints.weights import LazyTensors
 from modeling_bhyt import BHyTLlamaConfig
 from modeling_bhyt.configuration_bhyt import Site
 from modeling_bhyt.normalization_bhyt import attention_variance, fit_ratio_and_offset, fit_sums, mean_square
@@ -24,7 +25,7 @@ from .calibration import (
     tanh_of_site,
 )
 from .source import Source
-from .tensors import LazyTensors, output_dtype
+from .tensors import output_dtype
 
 
 @dataclass

@@ -10,12 +10,12 @@ from torch.nn.functional import kl_div
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from checkpoints.weights import StoredTensors, weight_files
 from evaluation.perplexity import input_device
 from modeling_bhyt import BHyTLlamaForCausalLM
 from modeling_bhyt.normalization_bhyt import BHyT, EstimatingSite, mean_square
 
 from .arguments import HealingArguments
-from .tensors import StoredTensors, weight_files
 
 
 # Steps of a matrix and of a LoRA factor at learning_rate 1; vectors and numbers step in proportion to their own size

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from checkpoints.weights import StoredTensors, weight_files
 from evaluation.layer_statistics import LayerMeter, LayerStatistics
 from evaluation.perplexity import Comparison, compare
 from modeling_bhyt import BHyTLlamaConfig
@@ -19,7 +20,6 @@ from .arguments import MeasureArguments
 from .calibration import NORM_OF_SITE, Basis, SiteKey, norm_in_basis, tanh_of_site, watch_norms
 from .graft import GraftedSite, norm_name
 from .source import Source
-from .tensors import StoredTensors, weight_files
 
 
 SATURATION = 0.99

@@ -23,10 +23,11 @@ from torch.nn.functional import kl_div
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from checkpoints.weights import LazyTensors
 from evaluation.perplexity import input_device
 
 from .source import Source
-from .tensors import LazyTensors, output_dtype
+from .tensors import output_dtype
 
 
 EMBEDDINGS, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"

@@ -21,23 +21,20 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from evaluation.checkpoint_settings import (
-    names_a_folder,
-    repair_generation_config,
-    settle_vocabulary,
-    unsaveable,
-)
+from checkpoints.legal import LEGAL_FILES, legal_files
+from checkpoints.names import names_a_folder
+from checkpoints.settings import repair_generation_config, settle_vocabulary, unsaveable
+from checkpoints.weights import StoredTensors, read_json, weight_files
 from model_cards.render import LICENCE, read_licence
 from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM
 
 from .calibration import NORM_OF_SITE
 from .families import llama_config
 from .gguf_source import read_gguf
-from .tensors import StoredTensors, WithZeroOutputBias, read_json, weight_files
+from .tensors import WithZeroOutputBias
 
 
 NORM_SUFFIXES = tuple(f".{name}.weight" for name in NORM_OF_SITE.values())
-LEGAL_FILES = ["LICENSE*", "LICENCE*", "NOTICE*"]
 HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "README.md", *LEGAL_FILES]
 # Written by old versions of transformers, recomputed from the configuration since
 RECOMPUTED_SUFFIX = ".self_attn.rotary_emb.inv_freq"
@@ -132,7 +129,7 @@ def read_bhyt(name: str, placement: dict | None = None) -> Source:
         open_model=lambda **placement: BHyTLlamaForCausalLM.from_pretrained(folder, dtype="auto", **placement),
         files=_describe(files),
         licence=read_licence(folder),
-        legal_files=_legal_files(folder),
+        legal_files=legal_files(folder),
         placement=placement or {},
     )
 
@@ -183,7 +180,7 @@ def _read_folder(name: str, folder: Path) -> Source:
         ),
         files=_describe(files),
         licence=read_licence(folder),
-        legal_files=_legal_files(folder),
+        legal_files=legal_files(folder),
         recomputed=recomputed,
         notes=notes,
     )
@@ -196,10 +193,6 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
         return GenerationConfig.from_pretrained(folder)
     except ValueError as error:
         raise unsaveable(folder, error) from error
-
-
-def _legal_files(folder: Path) -> list[Path]:
-    return sorted({file for pattern in LEGAL_FILES for file in folder.glob(pattern) if file.is_file()})
 
 
 def _download(repository: str) -> Path:

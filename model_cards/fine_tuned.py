@@ -1,14 +1,11 @@
 """Renders the card of a fine-tuned checkpoint from its results."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from checkpoints.names import HUB_ID
+
 from .render import LICENCE, render, save_readme
-
-
-# name/model, as in a URL of the Hub
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def fine_tuned_card(results: dict, rows: Sequence[tuple[str, ...]], title: str, has_picture: bool) -> str:

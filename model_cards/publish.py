@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
-from evaluation.command_line import OneLineErrors, fail
+from checkpoints.command_line import OneLineErrors, one_line_end
 
 from .render import merge_card
 
@@ -191,14 +191,10 @@ def main():
     parser.add_argument("--private", action="store_true", help="make the repository private, if it has to be made")
     parser.add_argument("--revision", help="the branch to upload to; main if left out")
     parser.add_argument("--dry_run", action="store_true", help="list files and sizes, upload nothing")
-    arguments = parser.parse_args()
-    act = plan if arguments.dry_run else publish
-    try:
+    with one_line_end(lambda: "what is on the Hub is not changed yet, or whole; the same command goes on"):
+        arguments = parser.parse_args()
+        act = plan if arguments.dry_run else publish
         print(act(arguments.folder, arguments.repository, arguments.private, arguments.revision))
-    except (ValueError, OSError) as error:
-        fail(error)
-    except KeyboardInterrupt:
-        fail("interrupted: what is on the Hub is not changed yet, or whole; the same command goes on", code=130)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from checkpoints.command_line import fail
 from conversion.rotation import READERS, model_of, rotate
 from conversion.source import read_source
-from evaluation.command_line import fail
 
 
 SEEDS = (0, 1, 2)

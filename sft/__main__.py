@@ -10,12 +10,10 @@ import warnings
 from pathlib import Path
 
 from accelerate.state import PartialState
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers.utils import logging
 from trl import ModelConfig, SFTConfig
 
-from evaluation.command_line import fail
+from checkpoints.command_line import Ended, one_line_end
 from model_cards.fine_tuned import save_fine_tuned_card
 from model_cards.publish import check_repository, destination, publish, publish_command
 
@@ -39,8 +37,10 @@ from .summary import show, summary_rows
 from .trainer import ChatTrainer, LogFiles, NotFinite, StopWhenAsked
 
 
-class Stopped(Exception):
+class Stopped(Ended):
     """The run was asked to stop, and left a checkpoint to resume from."""
+
+    code = 130
 
 
 def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: ModelConfig):
@@ -180,8 +180,10 @@ def train(trainer: ChatTrainer, training: SFTConfig):
         raise Stopped(f"stopped after step {trainer.state.global_step}: go on with --resume_from_checkpoint last")
 
 
-def how_to_go_on(folder: Path, hub: tuple) -> str:
-    """After Ctrl-C: what stands in the folder, and what goes on from there."""
+def how_to_go_on(folder: Path | None, hub: tuple) -> str:
+    """After a signal: what stands in the folder, and what goes on from there."""
+    if folder is None:
+        return "nothing was done yet"
     if (folder / RESULTS_FILE).is_file():
         return f"{folder} is ready" + (f"; `{publish_command(folder, *hub)}` uploads it" if hub[0] else "")
     if found := checkpoints(folder):
@@ -197,33 +199,31 @@ def main():
     logging.set_verbosity_error()
     # TRL's own defaults raise them
     warnings.simplefilter("ignore", FutureWarning)
-    arguments, training, model_arguments = parse(sys.argv[1:])
-    # The trainer would upload every checkpoint by itself, with a card that is not right
-    to_hub, training.push_to_hub = training.push_to_hub, False
-    hub = (training.hub_model_id, bool(training.hub_private_repo), training.hub_revision)
-    folder = Path(training.output_dir)
-    is_new = not folder.exists()
-    try:
-        if to_hub:
-            check_repository(training.hub_model_id)
-        fine_tune(arguments, training, model_arguments)
-        if to_hub and PartialState().is_main_process:
-            place = destination(*hub) if arguments.dry_run else publish(folder, *hub)
-            print(f"would upload the finished folder to {place}" if arguments.dry_run else f"uploaded: {place}")
-    except NotFinite as broken:
-        fail(f"{broken}: the run stopped before it, and saved nothing of it; take a smaller learning_rate", code=1)
-    except Stopped as stopped:
-        fail(stopped, code=130)
-    except KeyboardInterrupt:
-        fail(f"interrupted: {how_to_go_on(folder, hub)}", code=130)
-    except (ValueError, OSError, ImportError, SafetensorError, StrictDataclassError) as error:
-        fail(error)
-    finally:
-        shutil.rmtree(folder / ".finished", ignore_errors=True)
-        if is_new:
-            # The trainer makes it before anything is known to be right
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+    folder, hub = None, (None, False, None)
+    with one_line_end(lambda: how_to_go_on(folder, hub)):
+        arguments, training, model_arguments = parse(sys.argv[1:])
+        # The trainer would upload every checkpoint by itself, with a card that is not right
+        to_hub, training.push_to_hub = training.push_to_hub, False
+        hub = (training.hub_model_id, bool(training.hub_private_repo), training.hub_revision)
+        folder = Path(training.output_dir)
+        is_new = not folder.exists()
+        try:
+            if to_hub:
+                check_repository(training.hub_model_id)
+            fine_tune(arguments, training, model_arguments)
+            if to_hub and PartialState().is_main_process:
+                place = destination(*hub) if arguments.dry_run else publish(folder, *hub)
+                print(f"would upload the finished folder to {place}" if arguments.dry_run else f"uploaded: {place}")
+        except NotFinite as broken:
+            raise NotFinite(
+                f"{broken}: the run stopped before it, and saved nothing of it; take a smaller learning_rate"
+            ) from broken
+        finally:
+            shutil.rmtree(folder / ".finished", ignore_errors=True)
+            if is_new:
+                # The trainer makes it before anything is known to be right
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch
 import yaml
 from trl import ModelConfig, SFTConfig, TrlParser
 
-from evaluation.command_line import OneLineErrors, fail
+from checkpoints.command_line import OneLineErrors, fail
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

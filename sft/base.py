@@ -21,13 +21,14 @@ from transformers import (
 from trl import ModelConfig, SFTConfig, get_peft_config, get_quantization_config
 
 import modeling_bhyt  # noqa: F401
-from evaluation.checkpoint_settings import names_a_folder, repair_generation_config, settle_vocabulary
+from checkpoints.legal import LEGAL_FILES
+from checkpoints.names import names_a_folder
+from checkpoints.settings import repair_generation_config, settle_vocabulary
 
 from .chat import Chat
 
 
-# Licences and notices travel with what is made of a checkpoint, and so does the report of a graft
-LEGAL_FILES = ("LICENSE*", "LICENCE*", "NOTICE*")
+# Legal texts travel with what is made of a checkpoint, and so does the report of a graft
 CARRIED_OVER = [*LEGAL_FILES, "conversion_report.*", "README.md"]
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CONSTANTS = ("variance_ratio", "variance_offset")

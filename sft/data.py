@@ -15,8 +15,8 @@ from datasets import load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled
 
+from checkpoints.names import HUB_ID
 from evaluation.perplexity import named_part
-from model_cards.fine_tuned import HUB_ID
 
 
 ROLES = {

@@ -11,11 +11,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl import ModelConfig, SFTConfig
 
-from evaluation.checkpoint_settings import repair_generation_config
+from checkpoints.legal import legal_files
+from checkpoints.settings import repair_generation_config
 from model_cards.render import read_readme
 
 from .arguments import LORA, RECIPE, ChatArguments
-from .base import LEGAL_FILES, Base, agree_on_tokens
+from .base import Base, agree_on_tokens
 from .chat import Chat
 from .trainer import require_finite
 
@@ -143,7 +144,7 @@ def save_finished(
         _cast(model, base, arguments.save_dtype)
         model.save_pretrained(str(staged))
     chat.save(staged)
-    for file in (file for pattern in (*LEGAL_FILES, "conversion_report.*") for file in base.folder.glob(pattern)):
+    for file in (*legal_files(base.folder), *base.folder.glob("conversion_report.*")):
         shutil.copy(file, staged)
     names = sorted((path.name for path in staged.iterdir()), key=lambda name: name == "config.json")
     for name in names:

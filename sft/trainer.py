@@ -10,10 +10,12 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
+from checkpoints.command_line import Ended
+
 from .picture import draw_training
 
 
-class NotFinite(Exception):
+class NotFinite(Ended):
     """A loss or a gradient that is not a number: the run stops before the step, nothing broken is saved."""
 
 

@@ -62,7 +62,7 @@ def run_without_package(code: str, cwd, *arguments: str, **environment: str) -> 
         "import sys, importlib.abc\n"
         "class Hide(importlib.abc.MetaPathFinder):\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name in ('modeling_bhyt', 'conversion', 'evaluation', 'sft'): raise ModuleNotFoundError(name)\n"
+        "        if name in ('modeling_bhyt', 'checkpoints', 'conversion', 'evaluation', 'sft'): raise ModuleNotFoundError(name)\n"
         "sys.meta_path.insert(0, Hide())\n"
     )
     env |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(cwd) / "hf_modules"), **environment}

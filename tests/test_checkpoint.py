@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from checkpoints import assert_states_equal, outputs, train_two_steps, with_distinct_vectors
 from conftest import TINY, tiny_llama, tiny_model
 from safetensors.torch import load_file, save_file
+from saved_models import assert_states_equal, outputs, train_two_steps, with_distinct_vectors
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM
 
 from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM, BHyTLlamaForSequenceClassification

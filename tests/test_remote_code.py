@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
-from checkpoints import assert_states_equal, outputs, train_two_steps, with_distinct_vectors
 from conftest import NORM_TYPES, TINY, run_without_package, tiny_model
+from saved_models import assert_states_equal, outputs, train_two_steps, with_distinct_vectors
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,

@@ -15,10 +15,11 @@ from conftest import REPOSITORY, tiny_llama
 
 MAY_IMPORT = {
     "modeling_bhyt": set(),
-    "evaluation": {"modeling_bhyt"},
-    "model_cards": {"evaluation"},
-    "conversion": {"modeling_bhyt", "evaluation", "model_cards"},
-    "sft": {"modeling_bhyt", "evaluation", "model_cards"},
+    "checkpoints": set(),
+    "evaluation": {"modeling_bhyt", "checkpoints"},
+    "model_cards": {"checkpoints"},
+    "conversion": {"modeling_bhyt", "checkpoints", "evaluation", "model_cards"},
+    "sft": {"modeling_bhyt", "checkpoints", "evaluation", "model_cards"},
 }
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from chat_bases import save_base
 from chat_runs import ROWS, logged, results, weights, words_of, write_rows
-from checkpoints import assert_states_equal
 from conftest import REPOSITORY, run_without_package
 from safetensors.torch import load_file, save_file
+from saved_models import assert_states_equal
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from modeling_bhyt import BHyTLlamaForCausalLM

@@ -8,11 +8,6 @@ SAMPLING_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical
 BEAM_SETTINGS = ("early_stopping", "length_penalty")
 
 
-def names_a_folder(name: str) -> bool:
-    """Whether a name can only be meant for a folder: the Hub's have one slash at most, and begin with a letter or digit."""
-    return name.count("/") > 1 or name.startswith((".", "/", "~"))
-
-
 def repair_generation_config(name: str, settings: GenerationConfig) -> list[str]:
     """Unsets what transformers would refuse to save: settings of a mode of generation that is off. Returns notes.
 

@@ -29,7 +29,7 @@ from .calibration import Basis, OriginalBasis
 from .choice import MARGIN, candidates, choose, explain, first_choice, graft_of, measured_costs
 from .export import PlainTensors, fit_plain_gains, plain_config
 from .graft import GraftedTensors, Sites, bhyt_config, fit_sites
-from .heal import heal_model, last_checkpoint, trained_tensors
+from .heal import heal_model, resumed_checkpoint, trained_tensors
 from .measuring import NATURAL_SHARE, Measurement, Verdict, examine, figures
 from .report import save_report, save_windows, show, start_report, summary_rows, with_measurement
 from .rotation import RotatedBasis, Rotation, check_rotation, rotate
@@ -56,7 +56,7 @@ def graft(arguments: GraftArguments):
     config = bhyt_config(base, arguments, **first_choice(arguments))
     check_place(arguments, plans.graft_bytes(source, base, arguments.dtype))
     if arguments.heal_tokens:
-        last_checkpoint(arguments)
+        resumed_checkpoint(arguments)
     texts = graft_texts(source, arguments)
     if arguments.dry_run:
         print(plans.of_graft(arguments, source, config, texts))
@@ -109,7 +109,7 @@ def heal(arguments: HealArguments):
     """teacher and graft -> distil -> save -> compare what was saved with the teacher."""
     student = read_bhyt(arguments.model)
     check_place(arguments, student.num_bytes)
-    last_checkpoint(arguments)
+    resumed_checkpoint(arguments)
     teacher = read_source(arguments.teacher, arguments.placement)
     report = read_report(arguments.model)
     basis = both_bases(teacher, report["settings"]["seed"])[report["settings"]["basis"]]

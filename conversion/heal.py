@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.functional import kl_div
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
+from checkpoints.resume import checkpoints, last_checkpoint
 from checkpoints.weights import StoredTensors, weight_files
 from evaluation.perplexity import input_device
 from modeling_bhyt import BHyTLlamaForCausalLM
@@ -112,19 +112,20 @@ class RaiseLambda(TrainerCallback):
                 site.weight.div_(ratio)
 
 
-def last_checkpoint(arguments: HealingArguments) -> str | None:
+def resumed_checkpoint(arguments: HealingArguments) -> str | None:
     """Where healing goes on from; None for a fresh run. Asked before any work, and again when training starts.
 
     Raises:
-        ValueError: checkpoints of an earlier run where none are to be resumed, or the other way round.
+        ValueError: checkpoints of an earlier run where none are to be resumed, the other way round, or a broken one.
     """
-    checkpoints = Path(f"{arguments.output}.checkpoints")
-    last = get_last_checkpoint(checkpoints) if checkpoints.is_dir() else None
-    if last and not arguments.resume:
-        raise ValueError(f"{checkpoints} holds a run that was stopped: go on with --resume, or remove it")
-    if arguments.resume and not last:
-        raise ValueError(f"{checkpoints} holds no checkpoint to resume from: leave out --resume")
-    return last
+    folder = Path(f"{arguments.output}.checkpoints")
+    if not arguments.resume:
+        if checkpoints(folder):
+            raise ValueError(f"{folder} holds a run that was stopped: go on with --resume, or remove it")
+        return None
+    if (last := last_checkpoint(folder)) is None:
+        raise ValueError(f"{folder} holds no checkpoint to resume from: leave out --resume")
+    return str(last)
 
 
 @torch.enable_grad()
@@ -136,7 +137,7 @@ def heal_model(
     r and c are trained whatever the configuration says, which keeps saying it; so is lambda, unless it is to stay.
 
     Raises:
-        ValueError: a loss that is not finite, and what `last_checkpoint` refuses.
+        ValueError: a loss that is not finite, and what `resumed_checkpoint` refuses.
     """
     learnable = {"learnable_variance": True} | ({"learnable_lambda": False} if arguments.freeze_lambda else {})
     student = BHyTLlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, **learnable)
@@ -150,7 +151,7 @@ def heal_model(
         if arguments.target_lambda
         else [],
     )
-    trainer.train(resume_from_checkpoint=last_checkpoint(arguments))
+    trainer.train(resume_from_checkpoint=resumed_checkpoint(arguments))
     if arguments.train == "lora":
         student = trained.merge_and_unload()
     with torch.no_grad():

@@ -14,10 +14,11 @@ from transformers.utils import logging
 from trl import ModelConfig, SFTConfig
 
 from checkpoints.command_line import Ended, one_line_end
+from checkpoints.resume import last_whole
 from model_cards.fine_tuned import save_fine_tuned_card
 from model_cards.publish import check_repository, destination, publish, publish_command
 
-from .arguments import ChatArguments, checkpoints, parse
+from .arguments import ChatArguments, parse
 from .base import adapter_config, freeze_constants, load_model, read_base
 from .chat import Tokenized, choose_chat, tokenize
 from .data import Conversations, read_conversations
@@ -122,6 +123,7 @@ def make_trainer(base, chat, rows: Tokenized, questions, arguments, training, mo
             processing_class=chat.tokenizer,
             peft_config=adapter_config(model_arguments, model, arguments.train_norms),
             callbacks=[LogFiles(Path(training.output_dir))],
+            fresh_optimizer=arguments.fresh_optimizer,
         )
         # An optimizer that is not installed would be missed in step 1, after everything else was done
         trainer.get_optimizer_cls_and_kwargs(training, model)
@@ -186,8 +188,8 @@ def how_to_go_on(folder: Path | None, hub: tuple) -> str:
         return "nothing was done yet"
     if (folder / RESULTS_FILE).is_file():
         return f"{folder} is ready" + (f"; `{publish_command(folder, *hub)}` uploads it" if hub[0] else "")
-    if found := checkpoints(folder):
-        return f"the last checkpoint is {found[-1]}; --resume_from_checkpoint last goes on from there"
+    if found := last_whole(folder):
+        return f"the last checkpoint is {found}; --resume_from_checkpoint last goes on from there"
     return "there is no checkpoint yet; the same command begins again"
 
 

@@ -8,6 +8,7 @@ import yaml
 from trl import ModelConfig, SFTConfig, TrlParser
 
 from checkpoints.command_line import OneLineErrors, fail
+from checkpoints.resume import STATE_FILE, last_checkpoint, require_whole
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -21,7 +22,7 @@ QUESTIONS = (
     "Why is the sky blue?",
     "Write a short poem about a lighthouse.",
 )
-STATE_FILE = "trainer_state.json"
+ANEW = "--fresh_optimizer True goes on from its weights with a new optimizer"
 # Options of TRL that would undo what this pipeline promises, each with what to do instead
 NOT_TAKEN = {
     "hub_token": "it would be written into the checkpoints: set HF_TOKEN, or run `hf auth login`",
@@ -95,6 +96,10 @@ class ChatArguments:
         },
     )
     overwrite: bool = field(default=False, metadata={"help": "Replace what stands in output_dir."})
+    fresh_optimizer: bool = field(
+        default=False,
+        metadata={"help": "Go on from a checkpoint's weights and step, with an optimizer that begins anew."},
+    )
     dry_run: bool = field(
         default=False, metadata={"help": "Prepare everything, say what would be done, train nothing."}
     )
@@ -133,7 +138,7 @@ def parse(words: list[str]) -> tuple[ChatArguments, SFTConfig, ModelConfig]:
     try:
         chat, training, model = parser.parse_args_and_config(words)
         _check(chat, training, model)
-        training.resume_from_checkpoint = _checkpoint(training)
+        training.resume_from_checkpoint = _checkpoint(training, chat.fresh_optimizer)
     except (ValueError, OSError, yaml.YAMLError) as error:
         fail(error)
     return chat, training, model
@@ -179,27 +184,24 @@ def _is_whole(chat: ChatArguments, model: ModelConfig) -> bool:
     return chat.merge_adapter or not model.use_peft
 
 
-def _checkpoint(training: SFTConfig) -> str | None:
+def _checkpoint(training: SFTConfig, fresh_optimizer: bool) -> str | None:
     """The checkpoint to go on from: a folder as named, or the last one for `true`, `last` or `latest`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or it is broken.
     """
     wanted = training.resume_from_checkpoint
     if wanted in (None, False, "false", "False"):
+        if fresh_optimizer:
+            raise ValueError("fresh_optimizer is about a run that goes on: give --resume_from_checkpoint, or leave it out")
         return None
     if wanted in (True, "true", "True", "last", "latest"):
-        if not (found := checkpoints(Path(training.output_dir))):
+        if (found := last_checkpoint(Path(training.output_dir), fresh_optimizer, ANEW)) is None:
             raise ValueError(
                 f"{training.output_dir} holds no checkpoint to resume from: leave out --resume_from_checkpoint"
             )
-        return str(found[-1])
+        return str(found)
     if not (Path(wanted) / STATE_FILE).is_file():
-        raise ValueError(f"{wanted} is no checkpoint of a run: give its folder, or `last`")
+        raise ValueError(f"{wanted} is no checkpoint of a run, or was not finished: give its folder, or `last`")
+    require_whole(Path(wanted), fresh_optimizer, ANEW)
     return wanted
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of a run that can be gone on from, the newest last. The state is written last of all."""
-    whole = (file.parent for file in folder.glob(f"checkpoint-*/{STATE_FILE}"))
-    return sorted(whole, key=lambda checkpoint: int(checkpoint.name.removeprefix("checkpoint-")))

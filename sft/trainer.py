@@ -2,11 +2,13 @@
 
 import csv
 import signal
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
@@ -30,12 +32,27 @@ class ChatTrainer(SFTTrainer):
 
     - it stops before the step in which the loss or a gradient is not finite, and saves no weights that are not;
     - figures of the norms are logged with the training loss;
-    - it writes no card: the pipeline writes one that is right, at the end.
+    - it writes no card: the pipeline writes one that is right, at the end;
+    - with `fresh_optimizer` it goes on from a checkpoint with a new optimizer, at that step's place in the schedule.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, fresh_optimizer: bool = False, **kwargs):
         super().__init__(*args, **kwargs)
         self.norm_figures = {}
+        self.fresh_optimizer = fresh_optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        if checkpoint is None or not self.fresh_optimizer:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        if not isinstance(self.lr_scheduler, LambdaLR) or self.is_deepspeed_enabled:
+            raise ValueError(
+                "fresh_optimizer needs a schedule that is a function of the step, and no DeepSpeed: leave it out, or begin again"
+            )
+        # Not step by step, which warns that the optimizer took no step between
+        self.lr_scheduler.last_epoch = self.state.global_step - 1
+        with warnings.catch_warnings(action="ignore"):
+            self.lr_scheduler.step()
 
     def log(self, logs, start_time=None):
         if "loss" in logs:

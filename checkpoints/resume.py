@@ -26,7 +26,9 @@ FSDP_WEIGHTS, FSDP_OPTIMIZER, DEEPSPEED = "pytorch_model_fsdp_*", "optimizer_*",
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run that were finished, the newest last."""
-    found = [path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name) and (path / STATE_FILE).is_file()]
+    found = [
+        path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name) and (path / STATE_FILE).is_file()
+    ]
     return sorted(found, key=_step)
 
 

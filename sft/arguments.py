@@ -193,7 +193,9 @@ def _checkpoint(training: SFTConfig, fresh_optimizer: bool) -> str | None:
     wanted = training.resume_from_checkpoint
     if wanted in (None, False, "false", "False"):
         if fresh_optimizer:
-            raise ValueError("fresh_optimizer is about a run that goes on: give --resume_from_checkpoint, or leave it out")
+            raise ValueError(
+                "fresh_optimizer is about a run that goes on: give --resume_from_checkpoint, or leave it out"
+            )
         return None
     if wanted in (True, "true", "True", "last", "latest"):
         if (found := last_checkpoint(Path(training.output_dir), fresh_optimizer, ANEW)) is None:

@@ -38,7 +38,7 @@ class ChatTrainer(SFTTrainer):
 
     def __init__(self, *args, fresh_optimizer: bool = False, **kwargs):
         super().__init__(*args, **kwargs)
-        self.norm_figures = {}
+        self.norm_figures: dict[str, float] = {}
         self.fresh_optimizer = fresh_optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint):

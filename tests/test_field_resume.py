@@ -146,5 +146,7 @@ def test_heal_goes_on_from_a_whole_checkpoint_alone(grafted, monkeypatch, what):
         (kept / "checkpoint-4" / "trainer_state.json").unlink()
         assert last_checkpoint(kept) == kept / "checkpoint-3"
         return
-    with pytest.raises(ValueError, match="checkpoint-4.*the newest whole checkpoint before it is .*checkpoint-3, remove"):
+    with pytest.raises(
+        ValueError, match="checkpoint-4.*the newest whole checkpoint before it is .*checkpoint-3, remove"
+    ):
         heal(grafted, "--resume", "true")

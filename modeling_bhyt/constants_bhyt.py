@@ -37,7 +37,13 @@ def whole(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     # FSDP1 leaves a view of freed memory, or a piece, in a parameter's place; DeepSpeed marks what it partitions; torchao's
     # tensors have the dtype and shape of what they stand for, and are parameters by isinstance: only the class tells
     is_plain = type(tensor) is nn.Parameter or hasattr(tensor, "full_tensor")
-    if not is_plain or tensor.is_meta or hasattr(tensor, "ds_id") or tensor.dtype not in FLOATING or tuple(tensor.shape) != shape:
+    if (
+        not is_plain
+        or tensor.is_meta
+        or hasattr(tensor, "ds_id")
+        or tensor.dtype not in FLOATING
+        or tuple(tensor.shape) != shape
+    ):
         raise ValueError(
             "weights that are quantised, offloaded or sharded (by ZeRO-3 or FSDP1) cannot be read here; load the "
             "checkpoint whole and in floating point first"

@@ -39,9 +39,11 @@ from .trainer import ChatTrainer, LogFiles, NotFinite, StopWhenAsked
 
 
 class Stopped(Ended):
-    """The run was asked to stop, and left a checkpoint to resume from."""
+    """The run was asked to stop by a signal, and left a checkpoint to resume from."""
 
-    code = 130
+    def __init__(self, step: int, number: int):
+        super().__init__(f"stopped after step {step}: go on with --resume_from_checkpoint last")
+        self.code = 128 + number
 
 
 def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: ModelConfig):
@@ -110,6 +112,20 @@ def read_texts(arguments: ChatArguments, training: SFTConfig, chat) -> list[tupl
     return texts
 
 
+def check_batches(num_rows: int, training: SFTConfig):
+    """Refuses to drop every batch.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    if training.dataloader_drop_last and num_rows < training.train_batch_size * training.world_size:
+        raise ValueError(
+            f"dataloader_drop_last drops the last batch that is not full, and {num_rows} rows fill none of "
+            f"{training.train_batch_size} in each of {training.world_size} processes: take a smaller "
+            "per_device_train_batch_size, or leave dataloader_drop_last out"
+        )
+
+
 def make_trainer(base, chat, rows: Tokenized, questions, arguments, training, model_arguments) -> ChatTrainer:
     model = load_model(base, chat, model_arguments)
     # Checkpoints get it with the tokenizer
@@ -129,6 +145,8 @@ def make_trainer(base, chat, rows: Tokenized, questions, arguments, training, mo
         trainer.get_optimizer_cls_and_kwargs(training, model)
     except RuntimeError as error:
         raise ValueError(f"the trainer cannot be made: {error}") from error
+    # Counted after packing
+    check_batches(len(trainer.train_dataset), training)
     freeze_constants(trainer.model)
     trainer.add_callback(NormStatistics(trainer))
     if arguments.refresh_constants_every:
@@ -178,8 +196,8 @@ def train(trainer: ChatTrainer, training: SFTConfig):
         trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     finally:
         stop.restore()
-    if stop.stopped and trainer.state.global_step < trainer.state.max_steps:
-        raise Stopped(f"stopped after step {trainer.state.global_step}: go on with --resume_from_checkpoint last")
+    if stop.stopped_by and trainer.state.global_step < trainer.state.max_steps:
+        raise Stopped(trainer.state.global_step, stop.stopped_by)
 
 
 def how_to_go_on(folder: Path | None, hub: tuple) -> str:

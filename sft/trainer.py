@@ -1,6 +1,7 @@
 """SFTTrainer, and the callbacks that every run gets."""
 
 import csv
+import os
 import signal
 import warnings
 from collections.abc import Mapping
@@ -12,9 +13,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from checkpoints.command_line import Ended
+from checkpoints.command_line import Ended, Interrupted
 
 from .picture import draw_training
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class NotFinite(Ended):
@@ -83,36 +87,43 @@ class ChatTrainer(SFTTrainer):
 
 
 class StopWhenAsked(TrainerCallback):
-    """The first Ctrl-C (or SIGTERM) ends the run after the step, with a checkpoint to resume from; the second at once."""
+    """The first Ctrl-C, SIGTERM or SIGHUP ends the run after the step, with a checkpoint to resume from; the second at once.
+
+    A signal that was ignored when the run began (nohup, a shell's background) stays ignored. `stopped_by` is the signal's
+    number, the same in every process, 0 for a run that nobody stopped.
+    """
 
     def __init__(self, accelerator):
         self.accelerator = accelerator
-        self.was_asked = False
-        self.stopped = False
+        self.asked_by = 0
+        self.stopped_by = 0
+        self._former: dict = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._former = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        wanted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self._former = {number: signal.signal(number, self._ask) for number in wanted}
 
     def on_train_end(self, args, state, control, **kwargs):
         self.restore()
 
     def restore(self):
-        for number, handler in getattr(self, "_former", {}).items():
+        for number, handler in self._former.items():
             signal.signal(number, handler)
         self._former = {}
 
     def _ask(self, number, frame):
-        if self.was_asked:
-            raise KeyboardInterrupt
-        self.was_asked = True
-        print("stopping after this step, with a checkpoint; once more stops at once", flush=True)
+        if self.asked_by:
+            raise KeyboardInterrupt if number == signal.SIGINT else Interrupted(number)
+        self.asked_by = number
+        # Not print, which may be under way in the code that the signal broke into
+        os.write(1, b"stopping after this step, with a checkpoint; once more stops at once\n")
 
     def on_step_end(self, args, state, control, **kwargs):
         # Every process has to stop at the same step, whichever of them was asked
-        if self.was_asked:
-            self.accelerator.set_trigger()
-        if self.accelerator.check_trigger():
-            self.stopped = control.should_save = control.should_training_stop = True
+        asked = self.accelerator.gather(torch.tensor([self.asked_by], device=self.accelerator.device))
+        if number := int(asked.max()):
+            self.stopped_by = number
+            control.should_save = control.should_training_stop = True
 
 
 class LogFiles(TrainerCallback):

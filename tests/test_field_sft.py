@@ -30,7 +30,9 @@ def signalled(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_training_after_the_step_with_a_checkpoint_and_its_own_code(fine_tune, tmp_path, signalled, number):
+def test_a_signal_ends_training_after_the_step_with_a_checkpoint_and_its_own_code(
+    fine_tune, tmp_path, signalled, number
+):
     former = signal.getsignal(number)
     signalled(number)
     error = fine_tune(code=128 + number, num_train_epochs=2)

@@ -1,0 +1,109 @@
+"""Folders that commands of this project write: which files in them are ours, and what else lies there.
+
+A folder is ours if it holds a record that one of our commands left. A record lists the names of its folder's files under
+`files`; of an older one, which does not, files are known by their usual names.
+"""
+
+import json
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from .legal import LEGAL_FILES
+
+
+# Each with a key that nobody else's file of that name has
+RECORDS = {"conversion_report.json": "bhyt_version", "results.json": "bhyt_version", "run.json": "data_sha256"}
+# What a checkpoint with a report consists of
+CHECKPOINT_FILES = (
+    *("config.json", "generation_config.json", "*_bhyt.py", "README.md", *LEGAL_FILES),
+    *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "additional_chat_templates"),
+    *("conversion_report.json", "conversion_report.md", "conversion_report.png", "conversion_windows.*"),
+)
+# Of no worth, or kept: what git, the Hub's downloads, Python and macOS leave; a card is merged, legal texts travel
+LEAVINGS = (".gitattributes", ".cache", "__pycache__", ".DS_Store")
+NO_STRANGERS = (*LEAVINGS, "README.md", *LEGAL_FILES)
+
+
+def own_files(folder: Path, older: Iterable[str] = CHECKPOINT_FILES) -> set[Path] | None:
+    """Files, as paths inside the folder, that commands of this project wrote there; None where none left a record.
+
+    older: patterns of names at the folder's top, for a record that lists no files.
+    """
+    records = [content for name, key in RECORDS.items() if key in (content := _read(folder / name))]
+    if not records:
+        return None
+    files = _files(folder)
+    lists = [record["files"] for record in records if isinstance(record.get("files"), list)]
+    names = {str(name) for listed in lists for name in listed}
+    patterns = () if len(lists) == len(records) else (*older, *RECORDS)
+    return {file for file in files if file.as_posix() in names or _matches(file.parts[0], patterns)}
+
+
+def strangers(folder: Path, ours: Iterable[str] = CHECKPOINT_FILES, always: Iterable[str] = ()) -> list[Path]:
+    """What a folder holds, as paths inside it, that no command of this project wrote: files, links, and whole folders where
+    nothing in them is ours. None in a folder that does not exist.
+
+    ours: as `older` of own_files. always: patterns of names at the top of a folder of ours that are no strangers either, whatever
+    its record says.
+    """
+    own = own_files(folder, ours)
+    patterns = (*NO_STRANGERS, *(always if own is not None else ()))
+    return _strangers(folder, Path(), own or set(), patterns) if folder.is_dir() else []
+
+
+def refuse_strangers(
+    folder: Path, what: str, ours: Iterable[str] = CHECKPOINT_FILES, always: Iterable[str] = ()
+) -> None:
+    """Refuses to replace a folder that holds anything which no command of this project wrote; `what` names it to the user.
+
+    Raises:
+        ValueError: with three of the strangers and how many there are.
+    """
+    found = strangers(folder, ours, always)
+    if found:
+        shown = ", ".join(f"{path}/" if is_folder(folder / path) else str(path) for path in found[:3])
+        raise ValueError(
+            f"{what} {folder} holds {shown} ({len(found)} in all), which no command of this project wrote: move that away, "
+            "or choose another folder"
+        )
+
+
+def names_of_files(folder: Path) -> list[str]:
+    """Every file below a folder, by its name inside it: what a record keeps under `files`."""
+    return sorted(file.as_posix() for file in _files(folder))
+
+
+def is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _files(folder: Path) -> set[Path]:
+    """Files and links below a folder, as paths inside it."""
+    return {path.relative_to(folder) for path in folder.rglob("*") if not is_folder(path)}
+
+
+def _strangers(folder: Path, place: Path, own: set[Path], patterns: tuple[str, ...]) -> list[Path]:
+    found: list[Path] = []
+    for entry in sorted((folder / place).iterdir()):
+        path = place / entry.name
+        if path in own or _matches(entry.name, patterns):
+            continue
+        is_mixed = is_folder(entry) and any(path in file.parents for file in own)
+        found += _strangers(folder, path, own, LEAVINGS) if is_mixed else [path]
+    return found
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _read(record: Path) -> dict:
+    """A record's content; empty where there is none. A file that cannot be read is not ours."""
+    try:
+        content = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

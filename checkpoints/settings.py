@@ -1,11 +1,43 @@
 """Puts right, at the start, what a checkpoint's settings would spoil at the end. Each function says what it changed."""
 
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 
 # Settings of generate that mean something only when it samples, or only when it searches with beams
 SAMPLING_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 BEAM_SETTINGS = ("early_stopping", "length_penalty")
+
+
+def read_config(name, **options) -> PretrainedConfig:
+    """The configuration of a checkpoint.
+
+    Raises:
+        ValueError, OSError, StrictDataclassError: there is none, or it holds what no model can have.
+    """
+    try:
+        return AutoConfig.from_pretrained(name, **options)
+    except (ValueError, OSError, ImportError, StrictDataclassError):
+        raise
+    # Whatever a value of the wrong kind meets first (a division, an attribute, an index)
+    except Exception as error:
+        raise ValueError(f"{name}: config.json cannot be read ({type(error).__name__}: {error}): mend it") from error
+
+
+def read_tokenizer(name, **options) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint.
+
+    Raises:
+        ValueError, OSError: there is none, or its files are damaged.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(name, **options)
+    except (ValueError, OSError, ImportError):
+        raise
+    # The tokenizers library raises Exception itself
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{name}: its tokenizer cannot be read ({reason}): take another copy of its files") from error
 
 
 def repair_generation_config(name: str, settings: GenerationConfig) -> list[str]:

@@ -1,6 +1,12 @@
 """Which checkpoints have Llama's own block: a table of model types, and how each is told in Llama's configuration."""
 
-from transformers import AutoConfig, LlamaConfig, PretrainedConfig
+from pathlib import Path
+
+from transformers import LlamaConfig, PretrainedConfig
+
+from checkpoints.settings import read_config
+
+from .lookalikes import refuse_lookalike
 
 
 # Why the block of a well-known family is not Llama's
@@ -51,24 +57,25 @@ SHARED = [
 ]
 
 
-def llama_config(stated: dict, folder) -> tuple[LlamaConfig, PretrainedConfig]:
+def llama_config(stated: dict, folder: Path) -> tuple[LlamaConfig, PretrainedConfig]:
     """(the same model in Llama's configuration, its own configuration).
 
     Raises:
-        ValueError: a family whose block Llama's configuration cannot express, with the reason.
+        ValueError: a family whose block Llama's configuration cannot express, or a model that is not what its
+            model_type says, with the reason.
     """
     model_type = str(stated.get("model_type"))
     if model_type == "bhyt_llama":
         raise ValueError(f"{folder} is a BHyT checkpoint already")
-    if model_type == "llama":
-        config = LlamaConfig.from_pretrained(folder)
-        return config, config
-    if model_type not in ("mistral", "qwen2"):
+    if model_type not in ("llama", "mistral", "qwen2"):
         reason = REFUSED.get(model_type, "its block is not known to be Llama's")
         raise ValueError(
             f"{folder} has model_type {model_type!r}: {reason}; llama, mistral and qwen2 (without sliding window) can be grafted"
         )
-    own = AutoConfig.from_pretrained(folder)
+    own = read_config(folder)
+    refuse_lookalike(stated, own, folder)
+    if model_type == "llama":
+        return own, own
     _refuse_sliding_window(own, folder)
     values = {name: getattr(own, name) for name in SHARED}
     # Qwen2 has biases at q, k and v; Llama's flag adds one at o, which will be 0
@@ -77,7 +84,7 @@ def llama_config(stated: dict, folder) -> tuple[LlamaConfig, PretrainedConfig]:
     return LlamaConfig(**values), own
 
 
-def _refuse_sliding_window(config: PretrainedConfig, folder):
+def _refuse_sliding_window(config: PretrainedConfig, folder: Path):
     window = config.sliding_window if getattr(config, "use_sliding_window", True) else None
     if window is not None and window < config.max_position_embeddings:
         raise ValueError(

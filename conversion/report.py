@@ -72,6 +72,7 @@ def start_report(arguments: MeasureArguments, source: Source, texts: dict[str, s
             "quantization": source.quantization,
             **source.licence,
             "notes": source.notes,
+            "not_read_by_llama": source.unread,
             "files": source.files,
         },
         "settings": settings,
@@ -95,6 +96,8 @@ def summary_rows(report: dict) -> list[tuple[str, str]]:
     source = report["source"]
     rows = [("source", source["name"] + (f" (quantised: {source['quantization']})" if source["quantization"] else ""))]
     rows += [("put right", note) for note in source["notes"]]
+    if unread := source.get("not_read_by_llama"):
+        rows.append(("not read by Llama", ", ".join(unread)))
     rows += _basis_rows(report) + _quality_rows(report) + _choice_rows(report) + _healing_rows(report)
     return rows + _site_rows(report)
 

@@ -121,8 +121,16 @@ class RotatedTensors(LazyTensors):
         dtype = output_dtype(stored.dtype, self._dtype)
         if name in (EMBEDDINGS, HEAD):
             # A vocabulary in float64 would be the largest thing in memory
-            return torch.cat([self._rotated(name, rows).to(dtype) for rows in stored.split(ROWS_AT_ONCE)])
-        return self._rotated(name, stored).to(dtype).contiguous()
+            return torch.cat([self._as(dtype, name, rows) for rows in stored.split(ROWS_AT_ONCE)])
+        return self._as(dtype, name, stored).contiguous()
+
+    def _as(self, dtype: torch.dtype, name: str, stored: Tensor) -> Tensor:
+        rotated = self._rotated(name, stored).to(dtype)
+        if dtype == torch.float16 and not rotated.isfinite().all():
+            raise ValueError(
+                f"{name} does not fit float16 once its norm's gain is in it: take --dtype bfloat16 or float32"
+            )
+        return rotated
 
     def _rotated(self, name: str, stored: Tensor) -> Tensor:
         if name == EMBEDDINGS:

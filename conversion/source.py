@@ -12,7 +12,6 @@ from rich.progress import track
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -23,19 +22,23 @@ from transformers import (
 
 from checkpoints.legal import LEGAL_FILES, legal_files
 from checkpoints.names import names_a_folder
-from checkpoints.settings import repair_generation_config, settle_vocabulary, unsaveable
-from checkpoints.weights import StoredTensors, read_json, weight_files
+from checkpoints.settings import read_tokenizer, repair_generation_config, settle_vocabulary, unsaveable
+from checkpoints.weights import INDEX, SINGLE, StoredTensors, read_json, weight_files, weight_names
 from model_cards.render import LICENCE, read_licence
 from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM
 
 from .calibration import NORM_OF_SITE
 from .families import llama_config
 from .gguf_source import read_gguf
+from .lookalikes import unread_fields
 from .tensors import WithZeroOutputBias
 
 
 NORM_SUFFIXES = tuple(f".{name}.weight" for name in NORM_OF_SITE.values())
-HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "README.md", *LEGAL_FILES]
+# What a repository has beside its weights
+HUB_FILES = ["*.json", "*.model", "*.jinja", "*.txt", "README.md", *LEGAL_FILES]
+# Of the numbers that safetensors knows; the others (fp8, int8, ...) mean something with a scale that stands elsewhere
+WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 # Written by old versions of transformers, recomputed from the configuration since
 RECOMPUTED_SUFFIX = ".self_attn.rotary_emb.inv_freq"
 
@@ -44,7 +47,8 @@ RECOMPUTED_SUFFIX = ".self_attn.rotary_emb.inv_freq"
 class Source:
     """A checkpoint with Llama's block, checked but not yet in memory: `tensors` yields each tensor as it is stored.
 
-    `config` is Llama's, whatever the family; `notes` says in sentences what was put right in the source's settings.
+    `config` is Llama's, whatever the family; `notes` says in sentences what was put right in the source's settings,
+    `unread` names fields of its config.json that the model does not read.
     """
 
     name: str
@@ -60,11 +64,16 @@ class Source:
     recomputed: list[str] = field(default_factory=list)
     placement: dict = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
     @cached_property
     def model(self) -> PreTrainedModel:
         """The source in memory, in its own dtype; opened when it is first asked for, placed as `placement` says."""
-        return self.open_model(**self.placement).eval()
+        model = self.open_model(**self.placement).eval()
+        if model.dtype == torch.float16:
+            for part in (model, model.base_model):
+                part.register_forward_hook(_refuse_overflow)
+        return model
 
     @property
     def norm_names(self) -> list[str]:
@@ -89,6 +98,15 @@ class Source:
     @property
     def hub_id(self) -> str | None:
         return None if Path(self.name).exists() else self.name
+
+
+def _refuse_overflow(module, arguments, output):
+    if not output[0].isfinite().all():
+        raise ValueError(
+            "the source's own products overflow in float16, whatever the dtype to save: write it in bfloat16 first, by "
+            "AutoModelForCausalLM.from_pretrained(SOURCE, dtype='bfloat16').save_pretrained(FOLDER), with its tokenizer, and "
+            "graft that"
+        )
 
 
 def read_source(name: str, placement: dict | None = None) -> Source:
@@ -124,7 +142,7 @@ def read_bhyt(name: str, placement: dict | None = None) -> Source:
         name,
         config,
         StoredTensors(files),
-        AutoTokenizer.from_pretrained(folder),
+        read_tokenizer(folder),
         _generation_config(folder),
         open_model=lambda **placement: BHyTLlamaForCausalLM.from_pretrained(folder, dtype="auto", **placement),
         files=_describe(files),
@@ -160,10 +178,13 @@ def _read_gguf_source(name: str, path: Path) -> Source:
 def _read_folder(name: str, folder: Path) -> Source:
     stated, config, own_config = _read_config(folder)
     files = weight_files(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = read_tokenizer(folder)
     notes = settle_vocabulary(name, own_config, tokenizer)
     config.pad_token_id = own_config.pad_token_id
-    tensors = WithZeroOutputBias(files, config) if own_config.model_type == "qwen2" else StoredTensors(files)
+    tensors = StoredTensors(files)
+    _check_numbers(config, tensors)
+    if own_config.model_type == "qwen2":
+        tensors = WithZeroOutputBias(files, config)
     recomputed = [key for key in tensors if key.endswith(RECOMPUTED_SUFFIX)]
     _settle_tie(config, tensors, is_stated="tie_word_embeddings" in stated)
     _check_tensors(config, {name: shape for name, shape in tensors.shapes.items() if name not in recomputed})
@@ -183,6 +204,7 @@ def _read_folder(name: str, folder: Path) -> Source:
         legal_files=legal_files(folder),
         recomputed=recomputed,
         notes=notes,
+        unread=unread_fields(stated, own_config),
     )
 
 
@@ -199,7 +221,11 @@ def _download(repository: str) -> Path:
     if names_a_folder(repository):
         raise ValueError(f"no folder at {repository}: give a folder, a .gguf file or a Hub id")
     try:
-        return Path(snapshot_download(repository, allow_patterns=HUB_FILES))
+        folder = Path(snapshot_download(repository, allow_patterns=[*HUB_FILES, SINGLE]))
+        # The index says which of a repository's files are the model: all others stay there. The same commit for both
+        if not (folder / SINGLE).is_file() and (folder / INDEX).is_file():
+            snapshot_download(repository, revision=folder.name, allow_patterns=weight_names(folder))
+        return folder
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"{repository} is no folder here and could not be read from the Hub: {reason}") from error
@@ -239,10 +265,30 @@ def _check_tied_head(config: LlamaConfig, tensors: StoredTensors):
         )
 
 
+def _check_numbers(config: LlamaConfig, tensors: StoredTensors):
+    """What has to hold before a model of this configuration is laid out: as many layers, and numbers with a meaning."""
+    for name, dtype in tensors.dtypes.items():
+        if dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"{name} is stored as {dtype}: only {', '.join(WEIGHT_DTYPES)} can be grafted; dequantise the checkpoint, or "
+                "start from the original one"
+            )
+    layers = {part for name in tensors if (part := name.removeprefix("model.layers.")) != name}
+    num_layers = len({part.split(".", 1)[0] for part in layers})
+    if config.num_hidden_layers != num_layers:
+        raise ValueError(
+            f"config.json says num_hidden_layers = {config.num_hidden_layers}, but the file holds {num_layers}"
+        )
+
+
 def _check_tensors(config: LlamaConfig, shapes: dict[str, list[int]]):
     """Every tensor of the file must have a place of its shape in the model, and every place a tensor."""
-    with torch.device("meta"):
-        places = {name: list(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    try:
+        with torch.device("meta"):
+            places = {name: list(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    # Whatever an impossible value meets first
+    except Exception as error:
+        raise ValueError(f"config.json describes no model ({type(error).__name__}: {error}): mend it") from error
     names, expected = set(shapes), set(places)
     optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for problem, keys in (("unexpected", names - expected), ("missing", expected - names - optional)):
@@ -266,7 +312,8 @@ def _make_portable(tokenizer: PreTrainedTokenizerBase, config: LlamaConfig):
     tokenizer.model_max_length = min(tokenizer.model_max_length, config.max_position_embeddings)
     for leftover in ("is_local", "local_files_only", "name_or_path", "gguf_file"):
         tokenizer.init_kwargs.pop(leftover, None)
-    config.__dict__.pop("_model_name_or_path", None)
+    for leftover in ("_name_or_path", "_model_name_or_path"):
+        config.__dict__.pop(leftover, None)
 
 
 def _describe(files: list[Path]) -> dict[str, dict]:

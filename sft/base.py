@@ -9,7 +9,6 @@ import torch
 from accelerate.state import PartialState
 from huggingface_hub import snapshot_download
 from peft import LoraConfig
-from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +23,7 @@ import modeling_bhyt  # noqa: F401
 from checkpoints.legal import LEGAL_FILES
 from checkpoints.names import names_a_folder
 from checkpoints.settings import repair_generation_config, settle_vocabulary
+from checkpoints.weights import StoredTensors, weight_names
 
 from .chat import Chat
 
@@ -75,17 +75,18 @@ class Base:
         """What tells this checkpoint from another of the same name: its revision, or its files' sizes and times."""
         if not Path(self.name).is_dir():
             return [self.name, self.loading["revision"]]
-        files = sorted([*self.folder.glob("*.safetensors"), self.folder / "config.json"])
+        files = [*self._weight_files(), self.folder / "config.json"]
         return [self.name, *((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files)]
 
     @cached_property
     def stored_dtypes(self) -> dict[str, torch.dtype]:
         """dtype of each tensor as the base stores it. To be asked after the weights were loaded, and so fetched."""
-        found: dict[str, str] = {}
-        for file in self.folder.glob("*.safetensors"):
-            with safe_open(file, framework="pt") as tensors:
-                found |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-        return {name: DTYPES[dtype] for name, dtype in found.items() if dtype in DTYPES}
+        stored = StoredTensors(self._weight_files()).dtypes
+        return {name: DTYPES[dtype] for name, dtype in stored.items() if dtype in DTYPES}
+
+    def _weight_files(self) -> list[Path]:
+        """The files with the base's weights; none where they are pickles. Whatever else lies in the folder is no part."""
+        return [file for name in weight_names(self.folder) if (file := self.folder / name).is_file()]
 
     @cached_property
     def conversion(self) -> dict | None:

@@ -138,8 +138,8 @@ def test_a_hub_id_is_read_from_its_download(tmp_path, monkeypatch):
     save_source(tmp_path)
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# A model\n")
 
-    def download(repository, allow_patterns):
-        (tmp_path / "cache").mkdir()
+    def download(repository, allow_patterns, revision=None):
+        (tmp_path / "cache").mkdir(exist_ok=True)
         for file in filter_repo_objects([path.name for path in tmp_path.glob("*.*")], allow_patterns=allow_patterns):
             shutil.copy(tmp_path / file, tmp_path / "cache")
         return str(tmp_path / "cache")

@@ -15,7 +15,7 @@ test: .venv/installed  ## every test, two at a time (about 12 minutes)
 	$(BIN)/python -m pytest -rs -n 2 --dist loadfile
 
 test-floor: .venv-floor/installed  ## the model's tests under the oldest transformers that is supported
-	.venv-floor/bin/python -m pytest tests/test_normalization.py tests/test_configuration.py tests/test_modeling.py tests/test_causality.py tests/test_checkpoint.py
+	.venv-floor/bin/python -m pytest tests/test_normalization.py tests/test_configuration.py tests/test_modeling.py tests/test_causality.py tests/test_checkpoint.py tests/test_field_model.py
 
 check: .venv/installed  ## formatting, lint and types
 	$(BIN)/ruff format --check .

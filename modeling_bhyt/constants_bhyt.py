@@ -86,9 +86,8 @@ def adapter_error(module: nn.Module) -> ValueError:
     )
 
 
-@torch.no_grad()
 def constants_from_weights(layers: nn.ModuleList, config: BHyTLlamaConfig) -> dict[int, float]:
-    """c of "uniform_attention" or "published" for each layer that estimates.
+    """c of "uniform_attention" or "published" for each layer that estimates ("fitted" begins with the former).
 
     Raises:
         ValueError: weights that are not plain numbers here.
@@ -96,13 +95,15 @@ def constants_from_weights(layers: nn.ModuleList, config: BHyTLlamaConfig) -> di
     constants = {}
     for layer_idx in config.estimated_layers:
         try:
-            constants[layer_idx] = _constant_from_weights(layers[layer_idx], config)
+            constants[layer_idx] = constant_from_weights(layers[layer_idx], config)
         except ValueError as error:
             raise ValueError(f"layer {layer_idx}: {error}") from None
     return constants
 
 
-def _constant_from_weights(layer: nn.Module, config: BHyTLlamaConfig) -> float:
+@torch.no_grad()
+def constant_from_weights(layer: nn.Module, config: BHyTLlamaConfig) -> float:
+    """c of "uniform_attention" or "published" for one block, as `constants_from_weights`."""
     attention, norm = layer.self_attn, running_module(layer.input_layernorm)
     if not isinstance(norm, (BHyT, RMSNormSite)):
         raise adapter_error(norm)

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.utils import logging
 
 from .configuration_bhyt import BHyTLlamaConfig, DepthBound, Site
-from .constants_bhyt import constants_from_weights, running_module, whole
+from .constants_bhyt import constant_from_weights, constants_from_weights, running_module, whole
 from .normalization_bhyt import (
     BHyT,
     BHyTSite,
@@ -127,7 +127,8 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
     """Identical to LlamaPreTrainedModel except:
 
     - a checkpoint that lacks a tensor of ours, a plain Llama's for one, is refused instead of being filled at random;
-    - constants (r, c, a lambda that is not learned) stay frozen after a load, which forgets `requires_grad`.
+    - constants (r, c, a lambda that is not learned) stay frozen after a load, which forgets `requires_grad`;
+    - initialised (not loaded), the estimator's constants are computed from the weights.
     """
 
     config_class = BHyTLlamaConfig
@@ -149,21 +150,34 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
         if values := getattr(module, "initial_values", None):
             for name, value in values.items():
                 init.constant_(getattr(module, name), value)
+            if isinstance(module, EstimatingSite):
+                self._init_variance_offset(module)
         else:
             super()._init_weights(module)
+
+    def _init_variance_offset(self, site: EstimatingSite):
+        """c of a site from the weights of its block, which are initialised before their last norm. A collective where
+        the weights are sharded; nothing where c was loaded, or where weights are yet to come (meta device).
+
+        Raises:
+            ValueError: weights that are not plain numbers here.
+        """
+        block = next(block for block in self.modules() if getattr(block, "post_attention_layernorm", None) is site)
+        is_loaded = getattr(site.variance_offset, "_is_hf_initialized", False)
+        if not is_loaded and not any(parameter.is_meta for parameter in block.parameters()):
+            init.constant_(site.variance_offset, constant_from_weights(block, self.config))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *model_args, output_loading_info: bool = False, **kwargs):
         model, loading_info = super().from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
-        absent = loading_info["missing_keys"] | {key for key, *_ in loading_info["mismatched_keys"]}
         stored_type = model.config.model_type
         if kwargs.get("config") is not None and pretrained_model_name_or_path is not None:
             # A configuration that the caller brings hides the checkpoint's own
             stored, _ = cls.config_class.get_config_dict(pretrained_model_name_or_path, **kwargs)
             stored_type = stored.get("model_type", stored_type)
-        refuse_foreign_checkpoint(str(pretrained_model_name_or_path), stored_type, absent)
+        refuse_foreign_checkpoint(str(pretrained_model_name_or_path), stored_type, loading_info["missing_keys"])
         model.freeze_constants()
         return (model, loading_info) if output_loading_info else model
 
@@ -265,21 +279,31 @@ class BHyTLlamaPreTrainedModel(LlamaPreTrainedModel):
 
 def refuse_foreign_checkpoint(name: str, model_type: str, missing_keys: set[str]):
     """ValueError where a loaded checkpoint was not a whole BHyT one. A new classification head may be missing."""
-    remedy = "a plain Llama checkpoint becomes a BHyT one with `python -m conversion graft SOURCE OUTPUT`"
     missing = sorted(key for key in missing_keys if not key.startswith(("score.", "qa_outputs.")))
-    if missing:
-        shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
-        raise ValueError(f"{name} lacks {len(missing)} tensors of this model ({shown}): {remedy}")
+    shown = ", ".join(missing[:4]) + (f" and {len(missing) - 4} more" if len(missing) > 4 else "")
     if model_type != BHyTLlamaConfig.model_type:
-        raise ValueError(f"{name} has model_type {model_type!r}, not 'bhyt_llama': {remedy}")
+        lacks = f" and lacks {len(missing)} tensors of this model ({shown})" if missing else ""
+        raise ValueError(
+            f"{name} has model_type {model_type!r}, not 'bhyt_llama'{lacks}: a plain Llama checkpoint becomes a BHyT one with "
+            "`python -m conversion graft SOURCE OUTPUT`"
+        )
+    if missing == ["lm_head.weight"]:
+        raise ValueError(
+            f"{name} is the base model alone, without lm_head.weight: load it with AutoModel, or save the whole model "
+            "(BHyTLlamaForCausalLM) there"
+        )
+    if missing:
+        raise ValueError(
+            f"{name} lacks {len(missing)} tensors of this configuration ({shown}): complete the checkpoint, or make one with "
+            "`python -m conversion graft SOURCE OUTPUT`"
+        )
 
 
 class BHyTLlamaModel(BHyTLlamaPreTrainedModel, LlamaModel):
     """Identical to LlamaModel except:
 
     - blocks and final norm are those of `config.norm_type`;
-    - "dyt" scales the embeddings by a learned number;
-    - made from a configuration (not loaded), it computes the estimator's constants from its weights.
+    - "dyt" scales the embeddings by a learned number.
     """
 
     def __init__(self, config: BHyTLlamaConfig):
@@ -296,17 +320,22 @@ class BHyTLlamaModel(BHyTLlamaPreTrainedModel, LlamaModel):
         self.gradient_checkpointing = False
 
         self.post_init()
-        # A model that is about to be loaded stands on the meta device, and its constants come from the checkpoint
-        if not self.embed_tokens.weight.is_meta:
-            self.set_variance_constants(
-                {n: (1.0, offset) for n, offset in constants_from_weights(self.layers, config).items()}
-            )
 
-    def forward(self, input_ids=None, *args, inputs_embeds=None, **kwargs):
+    # Servers look for `position_ids` here. The cache and the embeddings come next by place; the cache's name differs
+    # between versions of transformers
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, *args, inputs_embeds=None, **kwargs):
+        is_by_place = len(args) > 1
+        if is_by_place and inputs_embeds is not None:
+            raise TypeError("forward() got inputs_embeds by place and by name")
+        inputs_embeds = args[1] if is_by_place else inputs_embeds
         if self.embed_norm is not None and (input_ids is None) != (inputs_embeds is None):
             inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
             input_ids, inputs_embeds = None, self.embed_norm(inputs_embeds)
-        return super().forward(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        if is_by_place:
+            args = (args[0], inputs_embeds, *args[2:])
+        else:
+            kwargs["inputs_embeds"] = inputs_embeds
+        return super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
 
 
 class BHyTLlamaForCausalLM(BHyTLlamaPreTrainedModel, LlamaForCausalLM):

@@ -89,7 +89,9 @@ def test_constants_of_a_checkpoint_are_never_made_anew(tmp_path):
 
 def test_a_folder_of_the_base_model_is_not_called_a_plain_llama(tmp_path):
     tiny_model(model_class=BHyTLlamaModel).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is the base model alone, without lm_head.weight: load it with AutoModel") as e:
+    with pytest.raises(
+        ValueError, match="is the base model alone, without lm_head.weight: load it with AutoModel"
+    ) as e:
         BHyTLlamaForCausalLM.from_pretrained(tmp_path)
     assert "plain Llama" not in str(e.value)
     BHyTLlamaModel.from_pretrained(tmp_path)

@@ -19,7 +19,7 @@ from model_cards.fine_tuned import save_fine_tuned_card
 from model_cards.publish import check_repository, destination, publish, publish_command
 
 from .arguments import ChatArguments, parse
-from .base import adapter_config, freeze_constants, load_model, read_base
+from .base import adapter_config, check_ties, freeze_constants, load_model, read_base
 from .chat import Tokenized, choose_chat, tokenize
 from .data import Conversations, read_conversations
 from .norm_callbacks import NormStatistics, RefreshConstants
@@ -145,6 +145,7 @@ def make_trainer(base, chat, rows: Tokenized, questions, arguments, training, mo
         trainer.get_optimizer_cls_and_kwargs(training, model)
     except RuntimeError as error:
         raise ValueError(f"the trainer cannot be made: {error}") from error
+    check_ties(trainer.model, model_arguments.lora_target_modules)
     # Counted after packing
     check_batches(len(trainer.train_dataset), training)
     freeze_constants(trainer.model)

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from accelerate.state import PartialState
 from huggingface_hub import snapshot_download
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -175,10 +177,33 @@ def agree_on_tokens(model: PreTrainedModel, chat: Chat):
 def adapter_config(arguments: ModelConfig, model: PreTrainedModel, train_norms: bool) -> LoraConfig | None:
     """LoRA on every projection but the head, or where the user says; None without LoRA."""
     config = get_peft_config(arguments)
-    if config is not None and train_norms:
-        names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    if config is None:
+        return None
+    names = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules()}
+    if config.target_modules in names:
+        # TRL makes a text of a list of one, which PEFT takes for a pattern of whole paths
+        config.target_modules = {config.target_modules}
+    if train_norms:
         config.modules_to_save = sorted(name for name in names if name.endswith("layernorm"))
     return config
+
+
+def check_ties(model: torch.nn.Module, targets: str | list[str] | None):
+    """Refuses adapters on embeddings or head where both are one tensor: merged, a change of one would be a change of both.
+
+    Raises:
+        ValueError: which module, and what to do instead.
+    """
+    if not isinstance(model, PeftModel):
+        return
+    plain = model.get_base_model()
+    ends = {"embeddings": plain.get_input_embeddings(), "head": plain.get_output_embeddings()}
+    adapted = [name for name, end in ends.items() if isinstance(end, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    if adapted and plain.config.tie_word_embeddings:
+        raise ValueError(
+            f"lora_target_modules {targets!r} adapts the {adapted[0]}, but embeddings and head of this base are one tensor "
+            "(tie_word_embeddings), which no merge could change at one end alone: leave embed_tokens and lm_head out of it"
+        )
 
 
 def freeze_constants(model: torch.nn.Module):

@@ -24,6 +24,8 @@ from .trainer import require_finite
 RUN_FILE, BEFORE_FILE, RESULTS_FILE = "run.json", "before.json", "results.json"
 # The estimator's constants of a run that refreshes them: in each checkpoint and, at the end, in the output folder
 CONSTANTS_FILE = "variance_constants.json"
+# Tokens of the batch that proves a merge, and the largest error of its logits, relative to the largest of them
+PROOF_SHAPE, MERGE_TOLERANCE = (2, 32), 1e-3
 SAME_RUN = [*RECIPE, *LORA, "use_peft", "train_norms", "refresh_constants_every", "dtype", "model_revision"]
 # What a run leaves that was stopped before its first checkpoint: it may be begun again over it
 BEGUN = (RUN_FILE, BEFORE_FILE, "training_log.csv", "training_log.png")
@@ -137,11 +139,11 @@ def save_finished(
             # An adapter's weights do not hold what was refreshed in its base
             constants, _ = read_constants(folder)
             model.get_base_model().set_variance_constants(constants)
-        model = model.merge_and_unload() if is_adapter else model
-        require_finite(model.state_dict(), "after the adapter was merged")
+        model = merge(model) if isinstance(model, PeftModel) else model
         repair_generation_config(base.name, model.generation_config)
         agree_on_tokens(model, chat)
         _cast(model, base, arguments.save_dtype)
+        require_finite(model.state_dict(), "in the dtype to save it in (save_dtype)")
         model.save_pretrained(str(staged))
     chat.save(staged)
     for file in (*legal_files(base.folder), *base.folder.glob("conversion_report.*")):
@@ -157,6 +159,30 @@ def save_finished(
     else:
         shutil.rmtree(trained)
     return _open(folder, base)
+
+
+@torch.no_grad()
+def merge(model: PeftModel) -> PreTrainedModel:
+    """The model with its adapter merged in, as a file would hold it: proven on a small batch, in fp32.
+
+    Raises:
+        NotFinite: a weight that became infinite or no number.
+        ValueError: its logits are not the adapter's, to MERGE_TOLERANCE of the largest.
+    """
+    ids = torch.randint(model.config.vocab_size, PROOF_SHAPE, generator=torch.Generator().manual_seed(0))
+    model.eval()
+    expected = model(input_ids=ids, use_cache=False).logits
+    merged = model.merge_and_unload()
+    require_finite(merged.state_dict(), "after the adapter was merged")
+    # A saved model is tied again when it is loaded
+    merged.tie_weights()
+    error = (merged(input_ids=ids, use_cache=False).logits - expected).abs().max() / expected.abs().max()
+    if not error <= MERGE_TOLERANCE:
+        raise ValueError(
+            f"the merged model is not the adapter's: logits differ by {error.item():.1e} of the largest, more than "
+            f"{MERGE_TOLERANCE:.0e}; --merge_adapter False saves the adapter alone"
+        )
+    return merged
 
 
 def _cast(model: PreTrainedModel, base: Base, save_dtype: str):

@@ -4,8 +4,14 @@ import signal
 
 import pytest
 import torch
+from chat_bases import save_base
+from chat_runs import results, weights
 from conftest import tiny_model
+from peft import PeftModel
+from peft.tuners.lora import LoraModel
 
+from modeling_bhyt import BHyTLlamaForCausalLM
+from sft.saving import MERGE_TOLERANCE
 from sft.trainer import ChatTrainer
 
 
@@ -89,3 +95,55 @@ def test_constants_are_not_refreshed_from_weights_that_cannot_be_read():
     with pytest.raises(ValueError, match="layer 1: weights that are quantised"):
         model.refresh_variance_constants()
     assert model.variance_constants() == before
+
+
+LORA = {"use_peft": True, "lora_r": 4}
+ENDS = ["embed_tokens", "lm_head"]
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["bhyt", "llama"])
+@pytest.mark.parametrize("targets", [*([end] for end in ENDS), ["q_proj", *ENDS], r".*(q_proj|embed_\w+)"], ids=str)
+def test_an_adapter_on_one_end_of_tied_embeddings_is_refused_before_training(fine_tune, tmp_path, targets, plain):
+    base = save_base(tmp_path / "tied", plain=plain, tie_word_embeddings=True)
+    error = fine_tune(code=2, base=base, lora_target_modules=targets, **LORA)
+    # TRL takes no adapter on a head at all
+    assert "are one tensor (tie_word_embeddings)" in error or "adapter to `lm_head` is not supported" in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("tied", "targets"),
+    [
+        (True, ["all-linear"]),
+        (True, [r".*\.(q|o)_proj"]),
+        (False, ["q_proj", "embed_tokens"]),
+        (False, ["embed_tokens"]),
+    ],
+    ids=str,
+)
+def test_a_merged_model_computes_what_its_adapter_does(fine_tune, tmp_path, token_ids, tied, targets):
+    base = save_base(tmp_path / "start", tie_word_embeddings=tied)
+    folder = fine_tune(base=base, lora_target_modules=targets, **LORA)
+    adapted = PeftModel.from_pretrained(BHyTLlamaForCausalLM.from_pretrained(base), folder / "adapter").eval()
+    merged = BHyTLlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        expected, found, start = (
+            model(token_ids).logits for model in (adapted, merged, BHyTLlamaForCausalLM.from_pretrained(base))
+        )
+    assert (found - expected).abs().max() <= MERGE_TOLERANCE * expected.abs().max()
+    assert (start - expected).abs().max() > 10 * MERGE_TOLERANCE * expected.abs().max()
+
+
+def test_a_merge_that_changes_the_model_is_refused_and_the_trained_weights_stay(fine_tune, tmp_path, monkeypatch):
+    merge_honestly = LoraModel.merge_and_unload
+
+    def merge_wrongly(self, *arguments, **options):
+        merged = merge_honestly(self, *arguments, **options)
+        merged.model.embed_tokens.weight.data.mul_(1.5)
+        return merged
+
+    monkeypatch.setattr(LoraModel, "merge_and_unload", merge_wrongly)
+    error = fine_tune(code=2, **LORA)
+    assert "the merged model is not the adapter's: logits differ by" in error
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert (tmp_path / "out" / ".unfinished" / "adapter_model.safetensors").is_file()

@@ -5,7 +5,6 @@ import signal
 import pytest
 import torch
 from chat_bases import save_base
-from chat_runs import results, weights
 from conftest import tiny_model
 from peft import PeftModel
 from peft.tuners.lora import LoraModel

@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 from checkpoints.command_line import Ended, fail, one_line_end
 from evaluation.perplexity import perplexity
 from model_cards.converted import save_converted_card
+from model_cards.licence import settle_licence
 from model_cards.publish import publish, publish_command
 from modeling_bhyt import BHyTLlamaForCausalLM
 
@@ -50,6 +51,7 @@ class BudgetMissed(Ended):
 def graft(arguments: GraftArguments):
     """source -> rotate -> calibrate -> choose -> graft -> save -> compare what was saved with the source."""
     source = read_source(arguments.source, arguments.placement)
+    source.licence = licence_of(source.licence, arguments)
     bases = both_bases(source, arguments.seed)
     basis = bases[arguments.basis]
     base = rotate(source, arguments.seed, arguments.dtype) if arguments.basis == "rotated" else source
@@ -112,6 +114,9 @@ def heal(arguments: HealArguments):
     resumed_checkpoint(arguments)
     teacher = read_source(arguments.teacher, arguments.placement)
     report = read_report(arguments.model)
+    # The card of the graft says most: a user may have corrected it
+    known = student.licence if student.licence["license"] else report["source"]
+    report["source"] |= licence_of(known, arguments)
     basis = both_bases(teacher, report["settings"]["seed"])[report["settings"]["basis"]]
     plans.refuse_another_source(report, teacher, "teacher")
     wanted = {
@@ -165,6 +170,7 @@ def heal_folder(
 def export(arguments: ExportArguments):
     """BHyT model -> refit plain gains -> save a Llama -> compare what was saved with the model."""
     source = read_bhyt(arguments.model, arguments.placement)
+    source.licence = licence_of(source.licence, arguments)
     config = plain_config(source)
     check_place(arguments, source.num_bytes)
     report_text = arguments.report_text or arguments.calibration_text
@@ -215,6 +221,11 @@ def verify(arguments: VerifyArguments) -> int:
     found = differences(stated, recomputed)
     show_differences(found, len(flatten(stated)))
     return 1 if found else 0
+
+
+def licence_of(known: dict, arguments: OutputArguments) -> dict[str, str | None]:
+    """Under which licence the result will stand; refused where that is unknown and it is to be uploaded."""
+    return settle_licence(known, arguments.license, Path(arguments.output), arguments.push_to_hub is not None)
 
 
 def verdict_on(

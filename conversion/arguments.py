@@ -10,6 +10,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from checkpoints.command_line import OneLineErrors, fail
+from model_cards.licence import check_flag
 from model_cards.publish import check_repository
 
 
@@ -118,11 +119,17 @@ class OutputArguments(MeasureArguments):
     dry_run: bool = _option(False, "Check everything, say what would be done, write nothing.")
     max_shard_size: str = _option(AUTO, "Size of a weight file at most, as in 5GB; auto: like the source's largest.")
     push_to_hub: str | None = _option(None, "A Hub id to upload the finished folder to, as in name/model.")
+    license: str | None = _option(
+        None,
+        "The licence of the result, as the Hub calls it; default: the source's, as its card says. push_to_hub needs one "
+        "(`unknown` if nobody knows).",
+    )
     private: bool = _option(False, "Make the Hub repository private.")
     revision: str | None = _option(None, "The branch of the Hub repository to upload to.")
 
     def __post_init__(self):
         super().__post_init__()
+        check_flag(self.license)
         if self.push_to_hub is not None:
             check_repository(self.push_to_hub)
         elif self.private or self.revision is not None:

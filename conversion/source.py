@@ -24,7 +24,8 @@ from checkpoints.legal import LEGAL_FILES, legal_files
 from checkpoints.names import names_a_folder
 from checkpoints.settings import read_tokenizer, repair_generation_config, settle_vocabulary, unsaveable
 from checkpoints.weights import INDEX, SINGLE, StoredTensors, read_json, weight_files, weight_names
-from model_cards.render import LICENCE, read_licence
+from model_cards.licence import read_licence
+from model_cards.render import LICENCE
 from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM
 
 from .calibration import NORM_OF_SITE

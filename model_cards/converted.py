@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from .licence import licence_words
 from .render import LICENCE, render, save_readme
 
 
@@ -15,13 +16,17 @@ def converted_card(
 ) -> str:
     """The card as text; `summary` are (what, figure)."""
     source = report["source"]
+    licence = {key: source.get(key) for key in LICENCE}
+    fitted = [name for purpose, name in report["texts"].items() if purpose in ("calibration", "heal")]
     return render(
         "converted.md",
         title=title,
         place=place,
         source=f"[{base_model}](https://huggingface.co/{base_model})" if base_model else source["name"],
         base_model=base_model,
-        licence={key: source.get(key) for key in LICENCE},
+        licence=licence,
+        licence_words=licence_words(licence),
+        fitted_to=list(dict.fromkeys(fitted)),
         quantization=source["quantization"],
         summary=summary,
         command=report["command"],

@@ -5,11 +5,14 @@ from pathlib import Path
 
 from checkpoints.names import HUB_ID
 
+from .licence import licence_words
 from .render import LICENCE, render, save_readme
 
 
-def fine_tuned_card(results: dict, rows: Sequence[tuple[str, ...]], title: str, has_picture: bool) -> str:
-    """The card as text; `rows` are (what, before, after, change)."""
+def fine_tuned_card(
+    results: dict, rows: Sequence[tuple[str, ...]], title: str, has_picture: bool, is_adapter: bool = False
+) -> str:
+    """The card as text; `rows` are (what, before, after, change); `is_adapter` for one that is not merged."""
     base, data = results["base"], results["data"]["data"]
     is_bhyt = base["norm_type"] is not None
     on_hub = bool(HUB_ID.fullmatch(base["name"]))
@@ -20,10 +23,14 @@ def fine_tuned_card(results: dict, rows: Sequence[tuple[str, ...]], title: str, 
         source=f"[{base['name']}](https://huggingface.co/{base['name']})" if on_hub else base["name"],
         base=base,
         licence={key: base[key] for key in LICENCE},
+        licence_words=licence_words(base),
+        data_licences=[(part["name"], part["license"]) for part in results["data"].values()],
+        has_perplexity=bool(results["before"]["perplexity"]),
         base_model=base["name"] if on_hub else None,
         datasets=[part["hub_id"] for part in results["data"].values() if part["hub_id"]],
         tags=["sft", "trl", *(["bhyt", "custom_code"] if is_bhyt else [])],
         is_bhyt=is_bhyt,
+        is_adapter=is_adapter,
         consent=", trust_remote_code=True" if is_bhyt else "",
         data=data,
         training=results["training"],
@@ -38,5 +45,5 @@ def fine_tuned_card(results: dict, rows: Sequence[tuple[str, ...]], title: str, 
 
 def save_fine_tuned_card(folder: Path, results: dict, rows: Sequence[tuple[str, ...]]):
     """Writes README.md into a fine-tuned checkpoint's folder."""
-    has_picture = (folder / "training_log.png").is_file()
-    save_readme(folder, fine_tuned_card(results, rows, folder.resolve().name, has_picture))
+    has_picture, is_adapter = ((folder / name).is_file() for name in ("training_log.png", "adapter_config.json"))
+    save_readme(folder, fine_tuned_card(results, rows, folder.resolve().name, has_picture, is_adapter))

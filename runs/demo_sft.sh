@@ -7,7 +7,7 @@ rows=${BHYT_DATA:+$BHYT_DATA/lima1k.json}
 
 python -m sft --config sft/recipes/smollm2_cpu.yaml --model_name_or_path "$base" --output_dir "$folder" --overwrite \
     --data "${rows:-GAIR/lima}[:64]" --max_length 192 --use_peft --lora_r 8 --train_norms --learning_rate 1e-4 \
-    --max_answer_tokens 48
+    --max_answer_tokens 48 --data_license "other, non-commercial"
 
 # A fresh process loads the result from its folder alone
 cp runs/chat.py "$folder/chat.py"

@@ -71,6 +71,7 @@ def fine_tune(base: Path, output: Path, seed: int, known: Path, evaluate: bool):
     data = Path(os.environ["BHYT_DATA"])
     words = ["sft", "--config", RECIPE, "--model_name_or_path", str(base), "--output_dir", str(output)]
     words += ["--data", f"{data / 'lima1k.json'}[:250]", "--seed", str(seed)]
+    words += ["--data_license", "other, non-commercial"]
     if evaluate:
         words += ["--eval_data", f"{data / 'eval_csqa_qnli_rte.json'}[:200]"]
         words += ["--perplexity_data", f"{data / 'c4_en_valid.jsonl'}[100:]", str(data / "wikitext2_raw_test.txt")]

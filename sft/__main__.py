@@ -16,6 +16,7 @@ from trl import ModelConfig, SFTConfig
 from checkpoints.command_line import Ended, one_line_end
 from checkpoints.resume import last_whole
 from model_cards.fine_tuned import save_fine_tuned_card
+from model_cards.licence import read_licence, settle_licence
 from model_cards.publish import check_repository, destination, publish, publish_command
 
 from .arguments import ChatArguments, parse
@@ -46,11 +47,12 @@ class Stopped(Ended):
         self.code = 128 + number
 
 
-def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: ModelConfig):
+def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: ModelConfig, to_push: bool = False):
     """base, data -> chat -> trainer -> figures before -> train -> save -> figures after -> card -> Hub."""
     check_place(training, arguments, str(model_arguments.model_name_or_path))
     folder = Path(training.output_dir)
     base = read_base(model_arguments, training)
+    base.licence = settle_licence(read_licence(base.folder), arguments.license, folder, to_push)
     windows = text_of_proof(arguments, base.tokenizer)
     chat = choose_chat(base.tokenizer, training.chat_template_path)
     texts = read_texts(arguments, training, chat)
@@ -231,7 +233,7 @@ def main():
         try:
             if to_hub:
                 check_repository(training.hub_model_id)
-            fine_tune(arguments, training, model_arguments)
+            fine_tune(arguments, training, model_arguments, to_hub)
             if to_hub and PartialState().is_main_process:
                 place = destination(*hub) if arguments.dry_run else publish(folder, *hub)
                 print(f"would upload the finished folder to {place}" if arguments.dry_run else f"uploaded: {place}")

@@ -9,6 +9,7 @@ from trl import ModelConfig, SFTConfig, TrlParser
 
 from checkpoints.command_line import OneLineErrors, fail
 from checkpoints.resume import STATE_FILE, last_checkpoint, require_whole
+from model_cards.licence import check_flag
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -54,6 +55,17 @@ class ChatArguments:
     data_split: str = field(default="train", metadata={"help": "The split of `data`, where it comes from the Hub."})
     data_config: str | None = field(
         default=None, metadata={"help": "Which of its configurations, where a data set on the Hub has several."}
+    )
+    data_license: str | None = field(
+        default=None,
+        metadata={"help": "The licence of `data` in words, for the card, where its own card on the Hub names none."},
+    )
+    license: str | None = field(
+        default=None,
+        metadata={
+            "help": "The licence of the finished model, as the Hub calls it; default: the base's, as its card says. "
+            "push_to_hub needs one (`unknown` if nobody knows)."
+        },
     )
     eval_data: str | None = field(
         default=None,
@@ -107,6 +119,7 @@ class ChatArguments:
     def __post_init__(self):
         if not self.data:
             raise ValueError("data is missing: name a file or a Hub id, as in --data GAIR/lima")
+        check_flag(self.license)
         # In a YAML file one text may stand where a list is meant
         for name in ("questions", "perplexity_data"):
             if isinstance(value := getattr(self, name), str):
@@ -137,11 +150,18 @@ def parse(words: list[str]) -> tuple[ChatArguments, SFTConfig, ModelConfig]:
         parser.set_defaults(use_cpu=True, bf16=False)
     try:
         chat, training, model = parser.parse_args_and_config(words)
+        if _is_given("data", words) and not _is_given("data_license", words):
+            # A recipe names the licence of its own data, not of what is trained on in its place
+            chat.data_license = None
         _check(chat, training, model)
         training.resume_from_checkpoint = _checkpoint(training, chat.fresh_optimizer)
     except (ValueError, OSError, yaml.YAMLError) as error:
         fail(error)
     return chat, training, model
+
+
+def _is_given(name: str, words: list[str]) -> bool:
+    return any(word.partition("=")[0] == f"--{name}" for word in words)
 
 
 def _check(chat: ChatArguments, training: SFTConfig, model: ModelConfig):

@@ -55,6 +55,7 @@ class Base:
     tokenizer: PreTrainedTokenizerBase
     loading: dict
     notes: list[str] = field(default_factory=list)
+    licence: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def stored_dtype(self) -> torch.dtype:

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers.trainer_callback import TrainerState
 from trl import ModelConfig, SFTConfig
 
-from model_cards.render import read_licence
+from model_cards.licence import data_licence
 from modeling_bhyt import __version__
 
 from .arguments import LORA, RECIPE, ChatArguments
@@ -46,10 +46,13 @@ def gather_results(
                     "name": base.published_name,
                     "model_type": base.config.model_type,
                     "norm_type": getattr(base.config, "norm_type", None),
-                    **read_licence(base.folder),
+                    **base.licence,
                     "conversion": base.conversion,
                 },
-                "data": {purpose: _describe(conversations, rows) for purpose, conversations, rows in texts},
+                "data": {
+                    purpose: _describe(conversations, rows, arguments.data_license if purpose == "data" else None)
+                    for purpose, conversations, rows in texts
+                },
                 "chat": {"template": chat.origin, "stop_token": chat.stop_token, "stop_id": chat.stop_id},
                 "recipe": recipe,
                 "summary": summary,
@@ -60,6 +63,7 @@ def gather_results(
                     "mean_loss": mean_loss(state.log_history),
                     "best_evaluation_loss": state.best_metric,
                     "best_checkpoint": Path(best).name if best else None,
+                    "saved_checkpoint": Path(best).name if best and training.load_best_model_at_end else None,
                 },
                 "before": before,
                 "after": after,
@@ -69,11 +73,13 @@ def gather_results(
     )
 
 
-def _describe(conversations: Conversations, rows: Tokenized) -> dict:
+def _describe(conversations: Conversations, rows: Tokenized, licence: str | None) -> dict:
+    """licence: what the user says of it, which counts where its card on the Hub does not."""
     described = {name: value for name, value in vars(rows).items() if name != "dataset"}
     return {
         "name": conversations.name,
         "hub_id": conversations.hub_id,
+        "license": data_licence(conversations.hub_id, licence),
         "form": conversations.form,
         "num_kept": len(rows.dataset),
     } | described

@@ -21,7 +21,7 @@ class HubStub:
     """One repository, someone/model.
 
     branches: name -> path -> content; created: bodies of the requests that made the repository; requests: "METHOD path" of
-    each. `fail` answers the next requests whose path holds a word with a status, or breaks the connection (status 0).
+    each; cards: the cards that it was asked about. `fail` answers the next requests whose path holds a word with a status, or breaks the connection (status 0).
     """
 
     def __init__(self):
@@ -29,6 +29,7 @@ class HubStub:
         self.commits: dict[str, dict[str, bytes]] = {NO_COMMIT: {}}
         self.created: list[dict] = []
         self.requests: list[str] = []
+        self.cards: list[str] = []
         self._failures: dict[str, list[int]] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -74,10 +75,16 @@ class HubStub:
         self.commits[sha] = dict(files)
         return sha, self.commits[sha]
 
-    def commit(self, branch: str, lines: list[dict]) -> str:
+    def commit(self, branch: str, lines: list[dict]) -> str | None:
+        """Applies a commit; None where its parent is not the branch's newest commit."""
         for line in lines:
-            if line["key"] == "file":
-                self.branches[branch][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            key, value = line["key"], line["value"]
+            if key == "header" and value.get("parentCommit", self.files_at(branch)[0]) != self.files_at(branch)[0]:
+                return None
+            if key == "file":
+                self.branches[branch][value["path"]] = base64.b64decode(value["content"])
+            if key == "deletedFile":
+                del self.branches[branch][value["path"]]
         return self.files_at(branch)[0]
 
     def next_failure(self, path: str) -> int | None:
@@ -124,6 +131,8 @@ class HubStub:
                     return self.resolve(*found.groups())
                 if found := re.fullmatch(r"/api/models/someone/model(?:/revision/([^/?]+))?(?:\?.*)?", self.path):
                     return self.describe(found[1] or "main")
+                if found := re.fullmatch(r"/api/models/someone/model/tree/([^/?]+)(?:\?.*)?", self.path):
+                    return self.list_top(found[1])
                 self.not_found("EntryNotFound")
 
             do_HEAD = do_GET
@@ -145,6 +154,19 @@ class HubStub:
                 siblings = [{"rfilename": path} for path in commit[1]]
                 self.answer_json({"id": "someone/model", "sha": commit[0], "siblings": siblings, "tags": []})
 
+            def list_top(self, revision: str):
+                commit = stub.files_at(revision)
+                if commit is None:
+                    return self.not_found("RevisionNotFound")
+                files = {path: content for path, content in commit[1].items() if "/" not in path}
+                folders = {path.partition("/")[0] for path in commit[1]} - set(files)
+                entries = [{"type": "directory", "path": path, "oid": NO_COMMIT} for path in sorted(folders)]
+                entries += [
+                    {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                    for path, content in files.items()
+                ]
+                self.answer_json(entries)
+
             def do_POST(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 if self.fails():
@@ -155,6 +177,7 @@ class HubStub:
                     url = f"{stub.address}/someone/model"
                     return self.answer_json({"url": url, "id": "someone/model"}, 409 if exists else 200)
                 if self.path == "/api/validate-yaml":
+                    stub.cards.append(json.loads(body)["content"])
                     return self.answer_json({"errors": [], "warnings": []})
                 if found := re.fullmatch(r"/api/models/someone/model/branch/(.+)", self.path):
                     exists = found[1] in stub.branches
@@ -166,6 +189,10 @@ class HubStub:
                     return self.answer_json({"files": answer})
                 found = re.fullmatch(r"/api/models/someone/model/commit/(.+)", self.path)
                 sha = stub.commit(found[1], [json.loads(line) for line in body.decode().splitlines()])
+                if sha is None:
+                    return self.answer_json(
+                        {"error": "A commit has happened since. Please refresh and try again."}, 412
+                    )
                 url = f"{stub.address}/someone/model/commit/{sha}"
                 self.answer_json({"commitUrl": url, "commitOid": sha, "success": True})
 

@@ -10,20 +10,21 @@ from model_cards.render import BEGIN, END, LICENCE, merge_card, save_readme
 
 def card(base_model=None, has_chat_template=True, **source) -> str:
     report = {"source": {"name": "source", "license": None, "quantization": None, **source}}
-    report |= {"command": "graft", "healing": None, "layers": None}
+    report |= {"texts": {}, "command": "graft", "healing": None, "layers": None}
     return converted_card("A title", "your-name/model", report, [("ratio", "1.0065")], base_model, has_chat_template)
 
 
 def chat_card(base="base", norm_type="bhyt", answer="yes", data=None, **licence) -> str:
     part = {"name": "lima.jsonl", "form": "LIMA", "num_rows": 9, "num_kept": 8, "num_cut": 1, "num_supervised": 70}
+    part |= {"license": "unknown"}
     results = {
         "base": {"name": base, "norm_type": norm_type, "conversion": None, **dict.fromkeys(LICENCE), **licence},
         "data": {"data": part | {"hub_id": data}},
-        "training": {"num_steps": 3},
+        "training": {"num_steps": 3, "saved_checkpoint": None},
         "chat": {"stop_token": "<|im_end|>", "stop_id": 4},
         "recipe": {"learning_rate": 1e-5, "seed": 42},
         "versions": {"torch": "2.13.0"},
-        "before": {"answers": [{"question": "Why?", "answer": "no"}]},
+        "before": {"perplexity": {"C4": {}}, "answers": [{"question": "Why?", "answer": "no"}]},
         "after": {"answers": [{"question": "Why?", "answer": answer}]},
     }
     return fine_tuned_card(results, [("perplexity | C4", "30.1", "30.2", "x 1.0033")], "out", has_picture=True)

@@ -112,7 +112,9 @@ def test_a_stopped_upload_says_what_goes_on_with_it(source, tmp_path, conversion
         raise KeyboardInterrupt
 
     monkeypatch.setattr("conversion.__main__.publish", interrupted)
-    code, printed = conversion("graft", source, tmp_path / "out", *QUICK, "--push_to_hub", "someone/model")
+    code, printed = conversion(
+        "graft", source, tmp_path / "out", *QUICK, "--license", "mit", "--push_to_hub", "someone/model"
+    )
     assert code == 130 and "out someone/model` uploads it" in printed.err
     assert (tmp_path / "out" / "config.json").is_file()
 

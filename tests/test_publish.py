@@ -14,7 +14,7 @@ from model_cards.render import BEGIN, END
 from modeling_bhyt import BHyTLlamaForCausalLM
 
 
-CARD = f"---\nlibrary_name: transformers\ntags:\n- bhyt\n---\n\n{BEGIN}\n# Model\n{END}\n"
+CARD = f"---\nlibrary_name: transformers\nlicense: mit\ntags:\n- bhyt\n---\n\n{BEGIN}\n# Model\n{END}\n"
 LOAD = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
@@ -54,7 +54,19 @@ def the_line(done) -> str:
 
 def test_a_graft_is_pushed_whole_and_without_a_secret(tmp_path, hub):
     save_source(tmp_path / "source")
-    words = ["-m", "conversion", "graft", "source", "out", *QUICK, "--push_to_hub", "someone/model", "--private"]
+    words = [
+        "-m",
+        "conversion",
+        "graft",
+        "source",
+        "out",
+        *QUICK,
+        "--license",
+        "mit",
+        "--push_to_hub",
+        "someone/model",
+        "--private",
+    ]
     done = hub.run(tmp_path, *words, "--dry_run")
     assert done.returncode == 0 and "would upload the finished folder to someone/model" in done.stdout
     assert not hub.created
@@ -92,9 +104,9 @@ def test_what_training_leaves_is_not_pushed(finished, hub):
     assert done.returncode == 0 and set(hub.files) == expected, done.stderr[-2000:]
 
 
-def test_a_dry_run_lists_files_and_sizes_and_asks_nothing(finished, hub):
+def test_a_dry_run_lists_files_and_sizes_and_changes_nothing(finished, hub):
     done = publish(hub, finished, "--dry_run", "--revision", "v2")
-    assert done.returncode == 0 and not hub.requests
+    assert done.returncode == 0 and all(request.startswith("GET") for request in hub.requests)
     assert "someone/model, v2 (public if it has to be made)" in done.stdout
     size = (finished / "model.safetensors").stat().st_size
     assert f"{size / 1e3:.1f} kB  model.safetensors" in done.stdout and "config.json" in done.stdout
@@ -193,7 +205,17 @@ def test_a_fine_tune_is_pushed_and_loaded_by_name(tmp_path, hub):
     base = save_base(tmp_path / "base", kind="chatml")
     rows = write_rows(tmp_path / "rows.jsonl", [["Hi", "Hello"]] * 4)
     words = words_of(base, rows, tmp_path / "tuned", save_strategy="epoch", refresh_constants_every=1, use_peft=True)
-    words += ["--push_to_hub", "--hub_model_id", "someone/model", "--hub_private_repo", "True", "--hub_revision", "v1"]
+    words += [
+        "--license",
+        "mit",
+        "--push_to_hub",
+        "--hub_model_id",
+        "someone/model",
+        "--hub_private_repo",
+        "True",
+        "--hub_revision",
+        "v1",
+    ]
     dry = hub.run(tmp_path, "-m", "sft", *words, "--dry_run")
     assert dry.returncode == 0 and not hub.created and not (tmp_path / "tuned").exists(), dry.stderr[-2000:]
     assert "would upload the finished folder to someone/model, v1 (private if" in dry.stdout
@@ -225,6 +247,8 @@ def test_a_failed_push_of_a_graft_leaves_the_folder(tmp_path, hub):
         "source",
         "out",
         *QUICK,
+        "--license",
+        "mit",
         "--push_to_hub",
         "someone/model",
         "--revision",

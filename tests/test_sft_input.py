@@ -192,7 +192,7 @@ def test_a_stopped_upload_says_what_goes_on_with_it(fine_tune, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("sft.__main__.publish", interrupted)
-    error = fine_tune(code=130, push_to_hub=True, hub_model_id="someone/model")
+    error = fine_tune(code=130, license="mit", push_to_hub=True, hub_model_id="someone/model")
     assert "out is ready; `python -m model_cards.publish" in error and "someone/model` uploads it" in error
 
 

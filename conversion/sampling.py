@@ -6,13 +6,13 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 
+from evaluation.answers import own_settings_aside
 from evaluation.perplexity import adds_bos, input_device
 
 
@@ -47,12 +47,10 @@ def sample_windows(
     if start is None:
         raise ValueError("the tokenizer has neither BOS nor EOS to start a sample with: give --calibration_text")
     torch.manual_seed(seed)
-    # Whatever generate is not told comes from the model's own settings, penalties and beams included
-    model.generation_config = GenerationConfig()
     length = min(DOCUMENT_LENGTH, window_length)
     num_documents = num_windows * math.ceil(window_length / length)
     chunks = [min(SAMPLED_TOGETHER, num_documents - done) for done in range(0, num_documents, SAMPLED_TOGETHER)]
-    with Progress() as progress:
+    with own_settings_aside(model), Progress() as progress:
         task = progress.add_task("sampling text from the source", total=len(chunks) * (length - 1))
         ticker = StoppingCriteriaList([_Ticker(progress, task)])
         sampled = [

@@ -1,5 +1,7 @@
 """What a chat model answers: its loss on given replies, and replies of its own."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +55,20 @@ def reply_loss(model: PreTrainedModel, rows: list[dict], batch_size: int = 8) ->
     return ReplyLoss(total / num_tokens, num_right / len(rows), len(rows), num_tokens)
 
 
+@contextmanager
+def own_settings_aside(model: PreTrainedModel) -> Iterator[None]:
+    """`generate` follows its arguments alone. Else whatever they leave open comes from the checkpoint: sampling,
+    penalties, beams, banned words."""
+    # PEFT hands the settings of the model inside on to it
+    owner = getattr(model, "get_base_model", lambda: model)()
+    own = owner.generation_config
+    owner.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        owner.generation_config = own
+
+
 @torch.no_grad()
 def answer(
     model: PreTrainedModel,
@@ -61,11 +77,12 @@ def answer(
     stop_ids: list[int],
     max_new_tokens: int,
 ) -> str:
-    """The greedy continuation of a prompt up to one of `stop_ids`; one that was cut off ends in an ellipsis."""
+    """The greedy continuation of a prompt up to one of `stop_ids`, whatever the checkpoint's own settings of generation
+    say; one that was cut off ends in an ellipsis."""
     model.eval()
     ids = torch.tensor([prompt_ids], device=input_device(model))
-    # The checkpoint's own settings (sampling, penalties) would make before and after incomparable
     settings = GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=stop_ids, pad_token_id=stop_ids[0])
-    reply = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)[0, ids.shape[1] :]
+    with own_settings_aside(model):
+        reply = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)[0, ids.shape[1] :]
     text = tokenizer.decode(reply, skip_special_tokens=True)
     return text if reply[-1].item() in stop_ids else text + " ..."

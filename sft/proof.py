@@ -35,7 +35,8 @@ class Proof:
     def digest(self, base: Base) -> str:
         """What the figures of `base` depend on, as one word."""
         asked = [base.fingerprint, self.questions, self.max_answer_tokens, self.chat.training_template, self.bf16]
-        asked += [{name: windows.tolist() for name, windows in self.windows.items()}, list(self.conversations or [])]
+        # How answers are given is part of the question: older ones followed the checkpoint's penalties
+        asked += ["greedy", {name: windows.tolist() for name, windows in self.windows.items()}, list(self.conversations or [])]
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
     @contextmanager

@@ -259,6 +259,7 @@ def finish(
     Raises:
         BudgetMissed: with what to do about it.
     """
+    report["protocol"] = None if held_out is None else texts.protocol("report", held_out)
     verdict = report["verdict"]
     if verdict is not None and not verdict["passed"] and not arguments.force:
         show(report, "Not saved")

@@ -151,11 +151,13 @@ def _backward_of_drawn_tokens(model: PreTrainedModel, window: Tensor, generator:
 
 @dataclass
 class Choice:
-    """A candidate a site, and what all of them cost by prediction; `by_hand`: what the user's own part costs at least."""
+    """A candidate a site, and what all of them cost by prediction; `by_hand`: what the user's own part costs at least;
+    `target`: what all of them were allowed to cost, that part included. All in nats a token."""
 
     options: dict[SiteKey, Candidate]
     predicted: float
     by_hand: float
+    target: float
 
     def exact_layers(self) -> list[int]:
         return sorted(layer for (layer, site), option in self.options.items() if site == "mlp" and option.is_exact)
@@ -203,7 +205,7 @@ def choose(costs: Costs, arguments: GraftArguments, target: float) -> Choice:
         _, rise, key, raised = min(found)
         options[key] = raised
         total += rise
-    return Choice(options, total, by_hand)
+    return Choice(options, total, by_hand, target)
 
 
 def _is_by_hand(arguments: GraftArguments, layer: int, site: Site) -> bool:
@@ -266,6 +268,7 @@ def explain(choice: Choice, costs: Costs, arguments: GraftArguments) -> dict | N
         "sentence": f"{len(exact)} exact layers, lambda {min(lambdas):g} to {max(lambdas):g} (median {median(lambdas):g}), "
         f"predicted to cost {choice.predicted:.4f} nats a token",
         "predicted_nats_per_token": choice.predicted,
+        "target_nats_per_token": choice.target,
         "curve": curve(costs),
         "why": why,
     }

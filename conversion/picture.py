@@ -33,7 +33,9 @@ def _draw_curve(axis, curve: list[dict], report: dict):
     for basis in sorted({row["basis"] for row in curve}):
         rows = [row for row in curve if row["basis"] == basis]
         axis.loglog([row["lambda"] for row in rows], [row["kl"] for row in rows], marker="o", label=f"{basis} basis")
-    axis.axhline(report["settings"]["budget"], color="grey", linestyle="--", label="budget")
+    # Reports of version 0.1.0 do not hold it
+    if target := report["choice"].get("target_nats_per_token"):
+        axis.axhline(target, color="grey", linestyle="--", label="what the choice was allowed")
     axis.set(xlabel="lambda at every site", ylabel="predicted cost, nats a token", title="What lambda costs")
     axis.legend()
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
 from torch import Tensor
 
 from modeling_bhyt import __version__
@@ -20,7 +19,8 @@ from .source import Source
 
 # A site that saturates half a channel of every token, or a channel of every second one, clips massive activations
 SATURATED_CHANNELS = 0.5
-WINDOWS = "conversion_windows.safetensors"
+# No second file of weights: loaders that take every *.safetensors of a folder would look for a parameter of that name
+WINDOWS = "conversion_windows.json"
 # Paths of one machine, and what changes no result
 NOT_SETTINGS = [
     "source",
@@ -55,7 +55,8 @@ def digest(windows: Tensor) -> str:
 
 def save_windows(folder: Path, windows: Tensor):
     """Keeps the text that the source wrote for the report: nobody could write it again on another machine."""
-    save_file({"input_ids": windows.contiguous()}, folder / WINDOWS)
+    text = json.dumps({"input_ids": windows.tolist()}, separators=(",", ":"))
+    (folder / WINDOWS).write_text(text + "\n", encoding="utf-8")
 
 
 def start_report(arguments: MeasureArguments, source: Source, texts: dict[str, str], **parts) -> dict:
@@ -78,7 +79,7 @@ def start_report(arguments: MeasureArguments, source: Source, texts: dict[str, s
         "settings": settings,
         "texts": texts,
         "tensors": {"kept": len(source.kept_names()), "replaced": len(source.norm_names), "left_out": left_out},
-        **dict.fromkeys(("rotation", "choice", "exact_layers", "healing", *UNMEASURED)),
+        **dict.fromkeys(("rotation", "choice", "exact_layers", "healing", "protocol", *UNMEASURED)),
         "sites": [],
         **parts,
     }
@@ -140,9 +141,21 @@ def _quality_rows(report: dict) -> list[tuple[str, str]]:
             f"{report['texts']['report']}: {quality['num_windows']} windows of {quality['window_length']} tokens",
         ),
     ]
+    rows += _protocol_rows(report.get("protocol"))
     if report["verdict"]:
         rows.append(("rise of perplexity", report["verdict"]["sentence"]))
     return rows
+
+
+def _protocol_rows(protocol: dict | None) -> list[tuple[str, str]]:
+    # Older reports have none
+    if protocol is None:
+        return []
+    begins = "each begins with BOS" if protocol["bos"] else "no BOS"
+    windows = f"{begins}, stride {protocol['stride']} tokens, from window {protocol['first_window']} of the text on"
+    size = f"{protocol['num_tokens']} tokens, {protocol['num_words']} words, {protocol['num_bytes']} bytes"
+    left_over = protocol["num_left_over_tokens"]
+    return [("windows", windows), ("text", size + (f"; {left_over} more tokens left over" if left_over else ""))]
 
 
 def _choice_rows(report: dict) -> list[tuple[str, str]]:

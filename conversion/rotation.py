@@ -151,11 +151,13 @@ class RotatedTensors(LazyTensors):
 
 
 def rotate(source: Source, seed: int, dtype: str = "auto") -> Source:
-    """The same model in another basis: unit gains, untied embeddings."""
+    """The same model in another basis: unit gains, untied embeddings. Its `model` stands in memory, whole."""
     config = deepcopy(source.config)
     config.tie_word_embeddings = False
     tensors = RotatedTensors(source, Rotation(config.hidden_size, seed), dtype)
-    return replace(source, config=config, tensors=tensors, recomputed=[])
+    base = replace(source, config=config, tensors=tensors, recomputed=[], placement={})
+    base.open_model = lambda: model_of(base)
+    return base
 
 
 def model_of(base: Source) -> LlamaForCausalLM:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from evaluation.perplexity import read_documents, text_windows
+from evaluation.perplexity import cut_text, protocol, read_documents
 
 from .sampling import sample_windows
 from .source import Source
@@ -32,22 +32,35 @@ class Texts:
             )
         self.names: dict[str, str] = {}
         self._counts: dict[str | None, int] = {}
+        self._first: dict[str, int] = {}
+        self._left_over: dict[str | None, int] = {}
         for purpose, (text, count) in self._wanted.items():
             another = ", another part" if text in self._counts else ""
             self.names[purpose] = (SAMPLED if text is None else Path(text).name) + another
-            self._counts[text] = self._counts.get(text, 0) + count
+            self._first[purpose] = self._counts.get(text, 0)
+            self._counts[text] = self._first[purpose] + count
         self._cut: dict[str | None, Tensor] = {
             text: self._read(text, count) for text, count in self._counts.items() if text is not None
         }
 
     def _read(self, text: str, num_windows: int) -> Tensor:
-        return text_windows(self.source.tokenizer, read_documents(text), self.length, num_windows)
+        windows, self._left_over[text] = cut_text(
+            self.source.tokenizer, read_documents(text), self.length, num_windows
+        )
+        return windows
 
     def count(self, purpose: str) -> int:
         return self._wanted[purpose][1]
 
     def is_sampled(self, purpose: str) -> bool:
         return self._wanted[purpose][0] is None
+
+    def protocol(self, purpose: str, windows: Tensor) -> dict:
+        """How `windows` of a purpose were made, so that they can be made again; `first_window` is where its part of the
+        text begins, `num_left_over_tokens` what the text that was read holds beyond all parts."""
+        text, _ = self._wanted[purpose]
+        place = {"first_window": self._first[purpose], "num_left_over_tokens": self._left_over.get(text, 0)}
+        return protocol(self.source.tokenizer, windows) | place
 
     def windows(self, seed: int) -> dict[str, Tensor | None]:
         """(N, window_length) of token ids for each purpose, None where none were wanted.

@@ -4,10 +4,13 @@ import json
 import math
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 from torch import Tensor
+
+from checkpoints.weights import read_json
 
 from .report import WINDOWS, digest
 from .source import Source
@@ -17,6 +20,8 @@ from .texts import Texts
 # Sums in another order, on another machine or in other batches, move the sixth digit of what is measured
 TOLERANCE = 2e-3
 ABSOLUTE = 1e-4
+# Where reports of version 0.1.0 kept their windows
+FORMER_WINDOWS = "conversion_windows.safetensors"
 
 
 def read_report(folder: str) -> dict:
@@ -40,17 +45,31 @@ def report_windows(folder: Path, report: dict, source: Source, report_text: str 
         ValueError: a text that has to be named, or that is another one.
     """
     quality = report["perplexity"]
-    if (folder / WINDOWS).is_file() and report_text is None:
-        windows = load_file(folder / WINDOWS)["input_ids"]
+    if report_text is None and (folder / WINDOWS).is_file():
+        windows = torch.tensor(read_json(folder / WINDOWS)["input_ids"])
+    elif report_text is None and (folder / FORMER_WINDOWS).is_file():
+        windows = load_file(folder / FORMER_WINDOWS)["input_ids"]
     elif report_text is None:
         raise ValueError(f"the report was measured on {report['texts']['report']}: name it with --report_text")
     else:
-        texts = Texts(source, quality["window_length"], {"report": (report_text, quality["num_windows"])})
-        windows = texts.windows(seed=0)["report"]
-    assert windows is not None
+        first = first_window(report)
+        texts = Texts(source, quality["window_length"], {"report": (report_text, first + quality["num_windows"])})
+        cut = texts.windows(seed=0)["report"]
+        assert cut is not None
+        windows = cut[first:]
     if digest(windows) != quality["windows_sha256"]:
         raise ValueError("the text is not the one that the report was measured on: its tokens differ")
     return windows
+
+
+def first_window(report: dict) -> int:
+    """Where the report's part of its text began."""
+    if report.get("protocol"):
+        return report["protocol"]["first_window"]
+    # Reports of version 0.1.0 say it in words: the part after the calibration's
+    is_second = report["texts"]["report"].endswith(", another part")
+    settings = report["settings"]
+    return math.ceil(settings["num_calibration_tokens"] / settings["window_length"]) if is_second else 0
 
 
 def flatten(figures, path: str = "") -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 The protocol, so that a figure can be repeated:
 - documents are tokenised without special tokens and joined by the tokenizer's EOS, the last one included;
-- the stream is cut into windows of `window_length` tokens that do not overlap; an incomplete last one is dropped;
+- the stream is cut into windows of `window_length` tokens that do not overlap; an incomplete last one is dropped and
+  counted;
 - the BOS rule: a window begins with BOS if, and only if, the tokenizer itself puts one before a text. BOS counts as one
   of the window's tokens;
 - every token but a window's first is predicted from that window alone; losses are added in fp64, in nats, so that the
@@ -107,7 +108,19 @@ def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
 def text_windows(
     tokenizer: PreTrainedTokenizerBase, documents: list[str], window_length: int, num_windows: int | None = None
 ) -> Tensor:
+    """Cuts documents into (num_windows, window_length) token ids, as `cut_text` does."""
+    windows, _ = cut_text(tokenizer, documents, window_length, num_windows)
+    return windows
+
+
+def cut_text(
+    tokenizer: PreTrainedTokenizerBase, documents: list[str], window_length: int, num_windows: int | None = None
+) -> tuple[Tensor, int]:
     """Cuts documents into (num_windows, window_length) token ids, by the protocol above.
+
+    Returns:
+        the windows, and how many tokens of the documents that were read (up to the one that fills the last window) are
+        in none of them.
 
     Raises:
         ValueError: the text is too short for `num_windows` (or for a single window, where that is None).
@@ -128,8 +141,30 @@ def text_windows(
             f"the text holds {available} windows of {window_length} tokens, {num_windows or 1} are needed: "
             "give more text, fewer or shorter windows"
         )
-    starts = range(0, (num_windows or available) * num_text_tokens, num_text_tokens)
-    return torch.tensor([bos + stream[start : start + num_text_tokens] for start in starts])
+    num_taken = (num_windows or available) * num_text_tokens
+    starts = range(0, num_taken, num_text_tokens)
+    windows = torch.tensor([bos + stream[start : start + num_text_tokens] for start in starts])
+    return windows, len(stream) - num_taken
+
+
+def protocol(tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> dict:
+    """What a figure on these windows rests on: the BOS rule, the stride, and the text's size in tokens, words and bytes.
+
+    The stride is a window's tokens of text. Words and bytes are those of the text as the tokenizer decodes it, without
+    special tokens, so that a loss a token becomes one a word or a byte.
+    """
+    has_bos = adds_bos(tokenizer)
+    text_ids = windows[:, 1:] if has_bos else windows
+    text = tokenizer.decode(text_ids.flatten().tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return {
+        "bos": has_bos,
+        "stride": text_ids.shape[1],
+        "num_windows": len(windows),
+        "window_length": windows.shape[1],
+        "num_tokens": text_ids.numel(),
+        "num_words": len(text.split()),
+        "num_bytes": len(text.encode()),
+    }
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

@@ -36,7 +36,8 @@ class Proof:
         """What the figures of `base` depend on, as one word."""
         asked = [base.fingerprint, self.questions, self.max_answer_tokens, self.chat.training_template, self.bf16]
         # How answers are given is part of the question: older ones followed the checkpoint's penalties
-        asked += ["greedy", {name: windows.tolist() for name, windows in self.windows.items()}, list(self.conversations or [])]
+        asked += ["greedy", {name: windows.tolist() for name, windows in self.windows.items()}]
+        asked += [list(self.conversations or [])]
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
     @contextmanager

@@ -1,0 +1,86 @@
+"""Whatever file operation fails, a command succeeds whole, or leaves what was there and says one line.
+
+A sample runs with the other tests; `python -m pytest tests/test_field_faults.py --all-faults` tries every operation in turn.
+"""
+
+import contextlib
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from chat_bases import save_base
+from chat_runs import QUICK as QUICK_TRAINING
+from chat_runs import ROWS, words_of, write_rows
+from conftest import REPOSITORY
+from faults import KINDS, Faults, Scenario, Trial, run
+from test_graft import QUICK, save_source
+
+
+SAMPLED = ["--window_length", "16", "--num_report_tokens", "64"]
+HEALING = ["--heal_tokens", "128", "--heal_text", str(REPOSITORY / "LICENSE"), "--save_steps", "1"]
+CARD = "---\nlicense: mit\n---\n\n# What a user wrote\n"
+
+
+def _conversion():
+    from conversion.__main__ import main
+
+    return main
+
+
+def _run(folder: Path, main: Callable, *words: str):
+    end = run(Scenario("preparation", lambda folder: None, main, list(words)), folder, Faults(str(folder)))
+    assert end.code == 0, end.errors
+
+
+def _prepare_source(folder: Path):
+    save_source(folder / "source", num_hidden_layers=1)
+    (folder / "source" / "LICENSE").write_text("a licence")
+    (folder / "source" / "README.md").write_text(CARD)
+
+
+def _prepare_graft(folder: Path):
+    """A source, and an earlier graft of it at OUTPUT, with a card that a user has written in."""
+    _prepare_source(folder)
+    _run(folder, _conversion(), "graft", "source", "out", *QUICK)
+    with (folder / "out" / "README.md").open("a") as card:
+        card.write("\nA user's own lines.\n")
+
+
+def _prepare_model(folder: Path):
+    """A source, its graft, and at OUTPUT an earlier result of the same kind."""
+    _prepare_graft(folder)
+    shutil.copytree(folder / "out", folder / "graft")
+
+
+def _graft() -> Scenario:
+    """Over an earlier graft, in several weight files, measured on text of the source's own."""
+    words = ["graft", "source", "out", *QUICK, *SAMPLED, "--calibration_text", str(REPOSITORY / "LICENSE")]
+    words += ["--report_text", str(REPOSITORY / "CONTRIBUTING.md")]
+    return Scenario("graft", _prepare_graft, _conversion(), [*words, "--overwrite", "--max_shard_size", "100kB"])
+
+
+def _new_graft() -> Scenario:
+    """Where nothing is yet, healed at once."""
+    words = ["graft", "source", "new/out", *QUICK, *HEALING, "--num_report_tokens", "96", "--force"]
+    return Scenario("new graft", _prepare_source, _conversion(), words, ("new", "new/out.checkpoints*"))
+
+
+def _heal() -> Scenario:
+    words = ["heal", "graft", "out", "--teacher", "source", *SAMPLED, *HEALING, "--overwrite", "--force"]
+    return Scenario("heal", _prepare_model, _conversion(), words, ("out.checkpoints*",))
+
+
+def _export() -> Scenario:
+    words = ["export", "graft", "out", *SAMPLED, "--num_calibration_tokens", "64", "--overwrite", "--force"]
+    return Scenario("export", _prepare_model, _conversion(), words)
+
+
+def _sft_main():
+    from sft.__main__ import main
+
+    return main
+
+
+SCENARIOS = {"graft": _graft, "new graft": _new_graft, "heal": _heal, "export": _export}

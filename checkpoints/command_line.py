@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from tqdm import tqdm
 
 
 UNEXPECTED = 70
@@ -55,7 +56,8 @@ def fail(reason: str | BaseException, code: int = 2) -> NoReturn:
     if isinstance(reason, StrictDataclassError):
         # The sentence stands last, below the names of class and field
         text = text.splitlines()[-1].strip().removeprefix("ValueError: ")
-    print(f"error: {' '.join(text.split())}", file=sys.stderr)
+    # On a line of its own, below the bar of a training that stops
+    tqdm.write(f"error: {' '.join(text.split())}", file=sys.stderr)
     sys.exit(code)
 
 

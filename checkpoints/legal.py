@@ -1,5 +1,6 @@
 """Licences and notices, which travel with whatever is made of a checkpoint."""
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 
@@ -9,4 +10,6 @@ LEGAL_FILES = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 def legal_files(folder: Path) -> list[Path]:
     """The legal texts at the top of a folder. A folder of such a name is none of them."""
-    return sorted({file for pattern in LEGAL_FILES for file in folder.glob(pattern) if file.is_file()})
+    # glob would take a folder that may not be listed for an empty one
+    files = (file for file in folder.iterdir() if any(fnmatchcase(file.name, pattern) for pattern in LEGAL_FILES))
+    return sorted(file for file in files if file.is_file())

@@ -33,6 +33,11 @@ TINY = {
 }
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all-faults", action="store_true", help="let every file operation fail in turn, not a sample")
+    parser.addoption("--all-mutations", action="store_true", help="try every mutated input, not a sample")
+
+
 def shake(model, seed: int = 1):
     """Moves every parameter off its initial value, so that no test passes because gains are 1 or biases 0."""
     generator = torch.Generator().manual_seed(seed)

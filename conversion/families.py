@@ -74,14 +74,20 @@ def llama_config(stated: dict, folder: Path) -> tuple[LlamaConfig, PretrainedCon
         )
     own = read_config(folder)
     refuse_lookalike(stated, own, folder)
-    if model_type == "llama":
-        return own, own
-    _refuse_sliding_window(own, folder)
+    if model_type != "llama":
+        _refuse_sliding_window(own, folder)
+    return as_llama(own), own
+
+
+def as_llama(own: PretrainedConfig) -> LlamaConfig:
+    """A Mistral's or Qwen2's configuration, or a Llama's own, in Llama's words."""
+    if isinstance(own, LlamaConfig):
+        return own
     values = {name: getattr(own, name) for name in SHARED}
     # Qwen2 has biases at q, k and v; Llama's flag adds one at o, which will be 0
-    values["attention_bias"] = model_type == "qwen2"
+    values["attention_bias"] = own.model_type == "qwen2"
     values["head_dim"] = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
-    return LlamaConfig(**values), own
+    return LlamaConfig(**values)
 
 
 def _refuse_sliding_window(config: PretrainedConfig, folder: Path):

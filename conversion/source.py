@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -29,7 +28,7 @@ from model_cards.render import LICENCE
 from modeling_bhyt import BHyTLlamaConfig, BHyTLlamaForCausalLM
 
 from .calibration import NORM_OF_SITE
-from .families import llama_config
+from .families import as_llama, llama_config
 from .gguf_source import read_gguf
 from .lookalikes import unread_fields
 from .tensors import WithZeroOutputBias
@@ -162,10 +161,11 @@ def _read_gguf_source(name: str, path: Path) -> Source:
         tensors.pop("lm_head.weight")
     _check_finite(tensors)
     notes = settle_vocabulary(name, model.config, tokenizer)
+    config = as_llama(model.config)
     return Source(
         name,
-        model.config,
-        tensors,
+        config,
+        _as_llamas(tensors, config, model.config),
         tokenizer,
         model.generation_config,
         open_model=lambda **placement: model,
@@ -182,13 +182,13 @@ def _read_folder(name: str, folder: Path) -> Source:
     tokenizer = read_tokenizer(folder)
     notes = settle_vocabulary(name, own_config, tokenizer)
     config.pad_token_id = own_config.pad_token_id
-    tensors = StoredTensors(files)
-    _check_numbers(config, tensors)
-    if own_config.model_type == "qwen2":
-        tensors = WithZeroOutputBias(files, config)
+    stored = StoredTensors(files)
+    _check_numbers(config, stored)
+    tensors = _as_llamas(stored, config, own_config)
     recomputed = [key for key in tensors if key.endswith(RECOMPUTED_SUFFIX)]
     _settle_tie(config, tensors, is_stated="tie_word_embeddings" in stated)
-    _check_tensors(config, {name: shape for name, shape in tensors.shapes.items() if name not in recomputed})
+    own_config.tie_word_embeddings = config.tie_word_embeddings
+    _check_tensors(own_config, {name: shape for name, shape in stored.shapes.items() if name not in recomputed})
     _check_tied_head(config, tensors)
     _check_finite(tensors)
     return Source(
@@ -245,7 +245,7 @@ def _read_config(folder: Path) -> tuple[dict, LlamaConfig, PretrainedConfig]:
     return values, *llama_config(values, folder)
 
 
-def _settle_tie(config: LlamaConfig, tensors: StoredTensors, is_stated: bool):
+def _settle_tie(config: LlamaConfig, tensors: Mapping[str, Tensor], is_stated: bool):
     """Checks that configuration and file agree on the tie of head and embeddings; an unstated tie is read off the file."""
     has_head = "lm_head.weight" in tensors
     if not is_stated:
@@ -257,7 +257,7 @@ def _settle_tie(config: LlamaConfig, tensors: StoredTensors, is_stated: bool):
         )
 
 
-def _check_tied_head(config: LlamaConfig, tensors: StoredTensors):
+def _check_tied_head(config: LlamaConfig, tensors: Mapping[str, Tensor]):
     has_head = config.tie_word_embeddings and "lm_head.weight" in tensors
     if has_head and not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
         raise ValueError(
@@ -282,11 +282,18 @@ def _check_numbers(config: LlamaConfig, tensors: StoredTensors):
         )
 
 
-def _check_tensors(config: LlamaConfig, shapes: dict[str, list[int]]):
+def _as_llamas(tensors: Mapping[str, Tensor], config: LlamaConfig, own: PretrainedConfig) -> Mapping[str, Tensor]:
+    return WithZeroOutputBias(tensors, config) if own.model_type == "qwen2" else tensors
+
+
+def _check_tensors(config: PretrainedConfig, shapes: dict[str, list[int]]):
     """Every tensor of the file must have a place of its shape in the model, and every place a tensor."""
     try:
         with torch.device("meta"):
-            places = {name: list(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+            places = {
+                name: list(tensor.shape)
+                for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items()
+            }
     # Whatever an impossible value meets first
     except Exception as error:
         raise ValueError(f"config.json describes no model ({type(error).__name__}: {error}): mend it") from error

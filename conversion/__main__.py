@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from checkpoints.command_line import Ended, fail, one_line_end
+from checkpoints.settings import read_tokenizer
 from evaluation.perplexity import perplexity
 from model_cards.converted import save_converted_card
 from model_cards.licence import settle_licence
@@ -113,6 +114,8 @@ def heal(arguments: HealArguments):
     check_place(arguments, student.num_bytes)
     resumed_checkpoint(arguments)
     teacher = read_source(arguments.teacher, arguments.placement)
+    # An older graft of a GGUF file may cut text in another way than its source is read today
+    teacher.tokenizer = student.tokenizer
     report = read_report(arguments.model)
     # The card of the graft says most: a user may have corrected it
     known = student.licence if student.licence["license"] else report["source"]
@@ -211,6 +214,7 @@ def verify(arguments: VerifyArguments) -> int:
     else:
         source = (read_bhyt if exported else read_source)(arguments.source, arguments.placement)
         plans.refuse_another_source(report, source, "source")
+        source.tokenizer = read_tokenizer(folder)
         settings = report["settings"]
         basis = None if exported else both_bases(source, settings["seed"])[settings["basis"]]
         windows = report_windows(folder, report, source, arguments.report_text)

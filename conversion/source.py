@@ -138,11 +138,13 @@ def read_bhyt(name: str, placement: dict | None = None) -> Source:
     if stated.get("model_type") != BHyTLlamaConfig.model_type:
         raise ValueError(f"{name} is no folder of a BHyT checkpoint: `python -m conversion graft` makes one")
     config, files = BHyTLlamaConfig.from_pretrained(folder), weight_files(folder)
+    tokenizer = read_tokenizer(folder)
+    _make_portable(tokenizer, config)
     return Source(
         name,
         config,
         StoredTensors(files),
-        read_tokenizer(folder),
+        tokenizer,
         _generation_config(folder),
         open_model=lambda **placement: BHyTLlamaForCausalLM.from_pretrained(folder, dtype="auto", **placement),
         files=_describe(files),

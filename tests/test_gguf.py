@@ -31,9 +31,16 @@ def permuted(weight, num_heads):
     return weight.reshape(num_heads, 2, rows // num_heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(path, model, add_bos=False, extra=(), tensors=()):
+def vocabulary(size):
+    """(tokens, types, merges): three control tokens, the bytes' letters, one merge, and the rest unused."""
+    letters = ["<pad>", "<|a|>", "<|b|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he"]
+    letters += [f"<unused{n}>" for n in range(size - len(letters))]
+    return letters, [3 if letter.startswith("<") and len(letter) > 1 else 1 for letter in letters], ["h e"]
+
+
+def write_gguf(path, model, add_bos=False, extra=(), tensors=(), architecture="llama", words=None):
     config = model.config
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -41,16 +48,15 @@ def write_gguf(path, model, add_bos=False, extra=(), tensors=()):
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
+    if architecture == "llama":
+        writer.add_rope_dimension_count(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    letters = ["<pad>", "<|a|>", "<|b|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    letters += ["he"]
-    letters += [f"<unused{n}>" for n in range(config.vocab_size - len(letters))]
+    letters, types, merges = words or vocabulary(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(letters)
-    writer.add_token_types([3 if letter.startswith("<") and len(letter) > 1 else 1 for letter in letters])
-    writer.add_token_merges(["h e"])
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)
@@ -62,10 +68,10 @@ def write_gguf(path, model, add_bos=False, extra=(), tensors=()):
         array = tensor.numpy()
         if name.startswith("model.layers."):
             _, _, layer, rest = name.split(".", 3)
-            part = rest.removesuffix(".weight")
+            part, kind = rest.rsplit(".", 1)
             heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
-            array = permuted(array, heads[part]) if part in heads else array
-            name = f"blk.{layer}.{NAMES[part]}.weight"
+            array = permuted(array, heads[part]) if part in heads and architecture == "llama" else array
+            name = f"blk.{layer}.{NAMES[part]}.{kind}"
         else:
             top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
             name = top[name.removesuffix(".weight")] + ".weight"

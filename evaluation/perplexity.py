@@ -65,18 +65,28 @@ def named_part(name: str) -> tuple[str, slice]:
     return name[: part.start()], slice(start, stop)
 
 
+def lone_surrogate(text: str) -> str | None:
+    """Says where half a character stands (JSON can spell one, "\\ud800"), which no tokenizer takes; None without one."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"a lone surrogate, \\u{ord(text[error.start]):04x}, at character {error.start}, which is no text"
+    return None
+
+
 def read_documents(path: str) -> list[str]:
     """Reads a text file (one document), or JSONL with a `text` field; `FILE[a:b]` takes documents a to b of a JSONL.
 
     Raises:
-        ValueError: no such file, no text in it, or a line that is not an object with `text`.
+        ValueError: no such file, no text in it, or a line that is not an object with a `text` of whole characters.
     """
     name, part = named_part(path)
     file = Path(name)
     if not file.is_file():
         raise ValueError(f"no text file at {name}: give a .txt or a .jsonl with a 'text' field")
     try:
-        content = file.read_text(encoding="utf-8")
+        # Editors on Windows put a mark before the first character, which is no part of the text
+        content = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     if file.suffix not in (".jsonl", ".json"):
@@ -89,10 +99,12 @@ def read_documents(path: str) -> list[str]:
                 continue
             try:
                 text = json.loads(line)["text"]
-            except (json.JSONDecodeError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 text = None
             if not isinstance(text, str):
                 raise ValueError(f"{name}, line {number}: not a JSON object with a string 'text'")
+            if (lone := lone_surrogate(text)) is not None:
+                raise ValueError(f"{name}, line {number}: its text holds {lone}")
             documents.append(text)
     documents = documents[part]
     if not any(document.strip() for document in documents):

@@ -55,6 +55,8 @@ def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: Mo
     base.licence = settle_licence(read_licence(base.folder), arguments.license, folder, to_push)
     windows = text_of_proof(arguments, base.tokenizer)
     chat = choose_chat(base.tokenizer, training.chat_template_path)
+    # The trainer would read the file again, and over what was made of it; one without .jinja it takes for a Hub id
+    training.chat_template_path = None
     texts = read_texts(arguments, training, chat)
     _, _, rows = texts[0]
     questions = texts[1][2].dataset if len(texts) > 1 else None
@@ -130,8 +132,6 @@ def check_batches(num_rows: int, training: SFTConfig):
 
 def make_trainer(base, chat, rows: Tokenized, questions, arguments, training, model_arguments) -> ChatTrainer:
     model = load_model(base, chat, model_arguments)
-    # Checkpoints get it with the tokenizer
-    chat.tokenizer.chat_template = chat.template
     try:
         trainer = ChatTrainer(
             model,

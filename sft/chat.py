@@ -1,6 +1,6 @@
 """Conversations become token ids and labels: which template, which token ends a turn, what is supervised.
 
-Every reply is supervised with the token that ends it, and nothing else is. The text between two replies is what a
+Every reply that the data does not mark as context is supervised with the token that ends it, and nothing else is. The text between two replies is what a
 chat would send: the ids before a reply are the ids of the prompt that ends there. Spellings of control tokens inside the
 data (`</s>` in a text about HTML) are encoded as plain text.
 """
@@ -19,7 +19,8 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 from evaluation.answers import IGNORED
 from evaluation.perplexity import adds_bos
 
-from .data import BadRow, Conversations, Message
+from .data import Conversations
+from .turns import BadRow, Message, is_learnt
 
 
 OUR_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
@@ -28,12 +29,16 @@ PROBE = [{"role": role, "content": text} for role, text in zip(("user", "assista
 
 @dataclass
 class Chat:
-    """How one checkpoint talks. `training_template` renders as `template` does, which is saved with the model."""
+    """How one checkpoint talks. `training_template` renders as `template` does, which is saved with the model.
+
+    `named` are the templates that the checkpoint has for other uses (tool_use, rag): kept as they are, not trained.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     template: str
     training_template: str
     origin: str
+    named: dict[str, str] = field(default_factory=dict)
     stop_id: int = field(init=False)
 
     def __post_init__(self):
@@ -73,7 +78,7 @@ class Chat:
         ids = self._ids(messages)
         labels = [IGNORED] * len(ids)
         for turn, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if not is_learnt(message):
                 continue
             before, after = self.prompt(messages[:turn]), self._ids(messages[: turn + 1])
             if after[: len(before)] != before or ids[: len(after)] != after:
@@ -86,13 +91,17 @@ class Chat:
         return ids, labels
 
     def _ids(self, messages: list[Message], add_generation_prompt: bool = False) -> list[int]:
-        return self.tokenizer.apply_chat_template(
-            messages,
-            chat_template=self.training_template,
-            add_generation_prompt=add_generation_prompt,
-            sanitize_control_tokens=True,
-            return_dict=True,
-        )["input_ids"]
+        try:
+            return self.tokenizer.apply_chat_template(
+                [{"role": message["role"], "content": message["content"]} for message in messages],
+                chat_template=self.training_template,
+                add_generation_prompt=add_generation_prompt,
+                sanitize_control_tokens=True,
+                return_dict=True,
+            )["input_ids"]
+        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+            # What Python says where a template computes with what is not there
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
 
     def _find_stop(self) -> int:
         """The control token that follows a reply."""
@@ -103,10 +112,14 @@ class Chat:
             raise ValueError("it ends no reply with a control token")
         return ends[0]
 
+    def hand_to_tokenizer(self):
+        """Makes the tokenizer save these templates wherever it is saved: the one trained is the default."""
+        self.tokenizer.chat_template = self.named | {"default": self.template} if self.named else self.template
+
     def save(self, folder: Path):
-        """Tokenizer and template: in a file of its own with the marks that training needs, and, for servers that look
-        there and know no marks, without them in tokenizer_config.json."""
-        self.tokenizer.chat_template = self.template
+        """Tokenizer and templates: in files of their own with the marks that training needs, and, for servers that look
+        there and know no marks, the default without them in tokenizer_config.json."""
+        self.hand_to_tokenizer()
         self.tokenizer.save_pretrained(folder)
         file = folder / "tokenizer_config.json"
         settings = json.loads(file.read_text(encoding="utf-8"))
@@ -123,16 +136,32 @@ def without_marks(template: str) -> str:
 def choose_chat(tokenizer: PreTrainedTokenizerBase, path: str | None = None) -> Chat:
     """The template named by `path`, else the checkpoint's own where TRL can train on it, else ours.
 
+    Where the checkpoint has several, its own is the one called "default".
+
     Raises:
         ValueError: the template that the user named cannot be trained on.
     """
-    if path is not None:
-        try:
-            template = Path(path).read_text(encoding="utf-8")
-            return _chat(tokenizer, template, template, Path(path).name)
-        except (OSError, ValueError, TemplateError) as error:
-            raise ValueError(f"the chat template {path} cannot be trained on: {error}") from error
-    own, reason = tokenizer.get_chat_template() if tokenizer.chat_template else None, "the checkpoint has none"
+    templates = tokenizer.chat_template or {}
+    named = dict(templates) if isinstance(templates, dict) else {"default": templates}
+    own = named.pop("default", None)
+    # What is asked of the tokenizer from here on is asked of its default alone
+    tokenizer.chat_template = own
+    chat = _named_by_user(tokenizer, path) if path is not None else _own_or_ours(tokenizer, own)
+    chat.named = named
+    chat.hand_to_tokenizer()
+    return chat
+
+
+def _named_by_user(tokenizer, path: str) -> Chat:
+    try:
+        template = Path(path).read_text(encoding="utf-8")
+        return _chat(tokenizer, template, template, Path(path).name)
+    except (OSError, ValueError, TemplateError) as error:
+        raise ValueError(f"the chat template {path} cannot be trained on: {error}") from error
+
+
+def _own_or_ours(tokenizer, own: str | None) -> Chat:
+    reason = "the checkpoint has none"
     if own is not None:
         try:
             return _chat(tokenizer, own, get_training_chat_template(tokenizer) or own, "the checkpoint's own")
@@ -189,7 +218,7 @@ def tokenize(conversations: Conversations, chat: Chat, max_length: int | None) -
     if not rows:
         raise ValueError(
             f"{conversations.name}: no token of a reply is left to learn from in {conversations.num_read} rows "
-            f"({len(bad)} bad, {without_reply} whose question alone fills max_length = {max_length}): give a larger "
+            f"({len(bad)} bad, {without_reply} whose replies lie beyond max_length = {max_length}): give a larger "
             "--max_length"
         )
     return Tokenized(

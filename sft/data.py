@@ -1,14 +1,13 @@
-"""Reads conversations of any usual form; all become `messages`.
+"""Reads conversations of any usual form, from files and the Hub; all become `messages` by the rule in turns.py.
 
-The rule for rows: a row is a conversation of texts that are not empty, an optional system message first, then user and
-assistant in turn, the assistant last. White space around a reply is trimmed, nothing else is changed. A row that breaks
-the rule is left out, and its index and the reason are said. What a row says in columns beside the conversation (Alpaca's
-`history`, a `system` of its own) belongs to it.
+What a row says in columns beside the conversation (Alpaca's `history`, a `system` of its own) belongs to it. A row that
+breaks the rule is left out, and its index and the reason are said.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from datasets import load_dataset
@@ -18,24 +17,15 @@ from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled
 from checkpoints.names import HUB_ID
 from evaluation.perplexity import named_part
 
-
-ROLES = {
-    "system": "system",
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatbot"), "assistant"),
-}
-Message = dict[str, str]
-
-
-class BadRow(ValueError):
-    """Why a row is left out."""
+from .turns import BadRow, Message, Row, check_row
 
 
 @dataclass
 class Conversations:
-    """`rows` are (index, messages), a message {"role", "content"}; `bad` holds (index, reason) of what was left out.
+    """`rows` are (index, messages) as turns.py describes them; `bad` holds (index, reason) of what was left out.
 
     `name` is how the data is called, without folders of one machine; `hub_id` where it is found by others, if it is.
+    The counts are of rows, but for `num_context_replies` and `keys_left`, which are of turns.
     """
 
     name: str
@@ -44,6 +34,39 @@ class Conversations:
     bad: list[tuple[int, str]]
     num_read: int
     hub_id: str | None = None
+    # Rows that were bad for a key or a column that could not be learnt
+    bad_for: Counter[str] = field(default_factory=Counter)
+    num_not_learnt: int = 0
+    num_context_replies: int = 0
+    num_questions_left: int = 0
+    # Metadata, by the name of its column or of its key in a turn
+    columns_left: Counter[str] = field(default_factory=Counter)
+    keys_left: Counter[str] = field(default_factory=Counter)
+
+    def take(self, index: int, row: Row):
+        """Keeps a good row; one in which every reply is marked as not to be learnt is only counted."""
+        if not row.num_learnt:
+            self.num_not_learnt += 1
+            return
+        self.rows.append((index, row.messages))
+        self.num_context_replies += row.num_context_replies
+        self.num_questions_left += row.has_question_left
+        self.columns_left.update(row.columns)
+        self.keys_left.update(row.keys)
+
+    def leave(self, index: int, reason: BadRow):
+        self.bad.append((index, str(reason)))
+        self.bad_for.update(reason.keys)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of rows: the columns that tell it, what reads the turns of a row, and the columns that it may read besides."""
+
+    name: str
+    columns: frozenset[str]
+    read: Callable[[dict], list]
+    others: frozenset[str] = frozenset()
 
 
 def _pairs(texts) -> list[Message]:
@@ -52,58 +75,33 @@ def _pairs(texts) -> list[Message]:
     return [{"role": roles[turn % 2], "content": text} for turn, text in enumerate(texts)]
 
 
-def _turns(turns) -> list[Message]:
-    """Turns as objects, {"role", "content"} or {"from", "value"}; or one object of two columns."""
-    if isinstance(turns, dict):
-        turns = [dict(zip(turns, turn)) for turn in zip(*turns.values(), strict=True)]
-    return [
-        {"role": _first(turn, "from", "role"), "content": _text(_first(turn, "value", "content"))} for turn in turns
-    ]
-
-
-def _first(turn: dict, *columns: str):
-    """The first of these that is there: a table has null where another row's column is."""
-    return next((turn[column] for column in columns if turn.get(column) is not None), None)
-
-
-def _text(content):
-    """Content in parts that are all text, in one."""
-    if isinstance(content, list) and content and all(_is_text_part(part) for part in content):
-        return "".join(part["text"] for part in content)
-    return content
-
-
-def _is_text_part(part) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _lima(row: dict) -> list[Message]:
-    return _pairs(_listed(row["conversations"]))
-
-
 def _listed(texts) -> list:
     if not isinstance(texts, list):
         raise BadRow(f"its conversation is {type(texts).__name__}, not a list")
     return texts
 
 
-def _sharegpt(row: dict) -> list[Message]:
-    return _turns(row["conversations"])
+def _turns(turns) -> list:
+    """Turns as objects, {"role", "content"} or {"from", "value"}; or one object that holds a list of each."""
+    if not isinstance(turns, dict):
+        return _listed(turns)
+    lists = {key: _listed(column) for key, column in turns.items() if column is not None}
+    return [dict(zip(lists, turn)) for turn in zip(*lists.values(), strict=True)]
 
 
-def _messages(row: dict) -> list[Message]:
-    return _turns(row["messages"])
-
-
-def _alpaca(row: dict) -> list[Message]:
+def _alpaca(row: dict) -> list:
     question, context = row["instruction"], row.get("input")
-    if isinstance(question, str) and isinstance(context, str) and context.strip():
+    if context is not None and not isinstance(context, str):
+        raise BadRow(f"its input is {type(context).__name__}, not text")
+    if isinstance(question, str) and context and context.strip():
         question = f"{question}\n\n{context}"
-    earlier = [text for pair in row.get("history") or [] for text in _listed(pair)]
+    earlier = []
+    for asked, answered in map(_listed, row.get("history") or []):
+        earlier += [asked, answered]
     return _pairs([*earlier, question, row["output"]])
 
 
-def _prompt_completion(row: dict) -> list[Message]:
+def _prompt_completion(row: dict) -> list:
     sides = zip(("user", "assistant"), (row["prompt"], row["completion"]))
     return [
         turn
@@ -112,36 +110,47 @@ def _prompt_completion(row: dict) -> list[Message]:
     ]
 
 
-def _commonsense_qa(row: dict) -> list[Message]:
+def _commonsense_qa(row: dict) -> list:
     """The Hub's form, put into the words of the Alpaca-form file."""
-    choices = "\n".join(f"{label}) {text}" for label, text in zip(row["choices"]["label"], row["choices"]["text"]))
+    labels, texts = (_listed(row["choices"][column]) for column in ("label", "text"))
+    if not all(isinstance(text, str) for text in (row["question"], *labels, *texts)):
+        raise BadRow("its question or a choice is not text")
+    choices = "\n".join(f"{label}) {text}" for label, text in zip(labels, texts, strict=True))
     return _pairs([f"Question: {row['question']}\nChoices:\n{choices}\nAnswer:", row["answerKey"]])
 
 
-def recognise(row: dict) -> tuple[str, Callable[[dict], list[Message]]]:
-    """The form of a data set by its columns, and what reads a row of it.
+def _form(name: str, *columns: str, read: Callable[[dict], list], others: tuple[str, ...] = ()) -> Form:
+    return Form(name, frozenset(columns), read, frozenset(others))
+
+
+LIMA = _form("LIMA", "conversations", read=lambda row: _pairs(_listed(row["conversations"])))
+FORMS = (
+    _form("messages", "messages", read=lambda row: _turns(row["messages"])),
+    _form("ShareGPT", "conversations", read=lambda row: _turns(row["conversations"])),
+    _form("WildChat", "conversation", read=lambda row: _turns(row["conversation"])),
+    _form("Alpaca", "instruction", "output", read=_alpaca, others=("input", "history")),
+    _form("prompt/completion", "prompt", "completion", read=_prompt_completion),
+    _form("CommonsenseQA", "question", "choices", "answerKey", read=_commonsense_qa),
+)
+
+
+def recognise(row: dict) -> Form:
+    """The form of a data set by its columns.
 
     Raises:
         ValueError: columns of no known form.
     """
-    columns = set(row)
-    if "messages" in columns:
-        return "messages", _messages
-    if "conversations" in columns:
-        turns = row["conversations"]
-        if isinstance(turns, dict) or (isinstance(turns, list) and turns and isinstance(turns[0], dict)):
-            return "ShareGPT", _sharegpt
-        return "LIMA", _lima
-    if {"instruction", "output"} <= columns:
-        return "Alpaca", _alpaca
-    if {"prompt", "completion"} <= columns:
-        return "prompt/completion", _prompt_completion
-    if {"question", "choices", "answerKey"} <= columns:
-        return "CommonsenseQA", _commonsense_qa
+    for form in FORMS:
+        if form.columns <= set(row):
+            return LIMA if form.name == "ShareGPT" and not _holds_objects(row["conversations"]) else form
     raise ValueError(
-        f"columns {', '.join(sorted(columns)) or 'none'} are of no known form: rename them to `messages`, "
+        f"columns {', '.join(sorted(row)) or 'none'} are of no known form: rename them to `messages`, "
         "`conversations`, `instruction` and `output`, or `prompt` and `completion`"
     )
+
+
+def _holds_objects(turns) -> bool:
+    return isinstance(turns, dict) or (isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict))
 
 
 def read_conversations(name: str, split: str, configuration: str | None = None) -> Conversations:
@@ -162,52 +171,34 @@ def read_conversations(name: str, split: str, configuration: str | None = None) 
         raise ValueError(f"{name} holds no rows")
     # A first row that is broken must not decide what the others are
     first = next((row for row in shapes if row.get("conversations") or "conversations" not in row), shapes[0])
-    form, read = recognise(first)
-    good, bad = [], []
-    for index, row in enumerate(rows, start=part.start or 0):
-        try:
-            good.append((index, _checked(row, read)))
-        except BadRow as reason:
-            bad.append((index, str(reason)))
-    if not good:
-        raise ValueError(f"{name} holds no usable row; the first: row {bad[0][0]}, {bad[0][1]}")
+    form = recognise(first)
     is_local = is_json or Path(place).exists()
     called = Path(place).name + name.removeprefix(place) if is_local else name
     hub_id = place if HUB_ID.fullmatch(place) and not is_local else None
-    return Conversations(called, form, good, bad, len(rows), hub_id)
+    read = Conversations(called, form.name, [], [], len(rows), hub_id)
+    for index, row in enumerate(rows, start=part.start or 0):
+        try:
+            read.take(index, check_row(row, _turns_of(row, form), form.columns | form.others))
+        except BadRow as reason:
+            read.leave(index, reason)
+    if not read.rows:
+        why = (
+            f"the first: row {read.bad[0][0]}, {read.bad[0][1]}"
+            if read.bad
+            else "every reply is marked as not to be learnt"
+        )
+        raise ValueError(f"{name} holds no usable row; {why}")
+    return read
 
 
-def _checked(row, read: Callable[[dict], list[Message]]) -> list[Message]:
-    """The messages of a row by the rule above."""
+def _turns_of(row, form: Form) -> list:
+    """The turns of a row with all their keys, not yet checked."""
     try:
-        messages, system = read(row), row.get("system")
+        return form.read(row)
     except BadRow:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, LookupError, TypeError, ValueError):
         raise BadRow("not of the form of the others") from None
-    if not messages:
-        raise BadRow("no messages")
-    if row.get("tools"):
-        raise BadRow("it offers tools, which no reply here can call")
-    if system is not None and (not isinstance(system, str) or system.strip()):
-        messages = [{"role": "system", "content": system}, *messages]
-    for turn, message in enumerate(messages):
-        content = message["content"]
-        if not isinstance(content, str):
-            raise BadRow(f"message {turn} is {'null' if content is None else type(content).__name__}, not text")
-        if not content.strip():
-            raise BadRow(f"message {turn} is empty")
-        if not isinstance(message["role"], str) or message["role"] not in ROLES:
-            raise BadRow(f"message {turn} has the role {message['role']!r}")
-    messages = [{"role": ROLES[message["role"]], "content": message["content"]} for message in messages]
-    turns = messages[1:] if messages[0]["role"] == "system" else messages
-    expected = ["user", "assistant"] * (len(turns) // 2)
-    if not turns or [message["role"] for message in turns] != expected:
-        raise BadRow("not user and assistant in turn, the assistant last")
-    for message in messages:
-        if message["role"] == "assistant":
-            message["content"] = message["content"].strip()
-    return messages
 
 
 def _read_json(file: Path) -> list:
@@ -220,7 +211,7 @@ def _read_json(file: Path) -> list:
             return json.loads(text)
         # Not splitlines(): JSON strings may hold characters such as U+2028 that it takes for line ends
         return [json.loads(line) for line in text.split("\n") if line.strip()]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not UTF-8 JSON: {error}") from error
 
 
@@ -247,7 +238,7 @@ def _load(name: str, split: str, configuration: str | None) -> list[dict]:
         raise ValueError(f"{name} {why}, {local}") from error
     except (ConnectionError, OfflineModeIsEnabled) as error:
         raise ValueError(f"{name} could not be downloaded (no connection): try again later, {local}") from error
-    except ValueError as error:
+    except (ValueError, DatasetGenerationError) as error:
         raise ValueError(f"{name} cannot be read: {error}, {local}") from error
 
 

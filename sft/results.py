@@ -74,15 +74,14 @@ def gather_results(
 
 
 def _describe(conversations: Conversations, rows: Tokenized, licence: str | None) -> dict:
-    """licence: what the user says of it, which counts where its card on the Hub does not."""
-    described = {name: value for name, value in vars(rows).items() if name != "dataset"}
-    return {
-        "name": conversations.name,
-        "hub_id": conversations.hub_id,
-        "license": data_licence(conversations.hub_id, licence),
-        "form": conversations.form,
-        "num_kept": len(rows.dataset),
-    } | described
+    """Name, form and every count of the data as read, then as tokenized.
+
+    licence: what the user says of it, which counts where its card on the Hub does not.
+    """
+    read = {name: value for name, value in vars(conversations).items() if name not in ("rows", "bad", "num_read")}
+    tokenized = {name: value for name, value in vars(rows).items() if name != "dataset"}
+    licensed = {"license": data_licence(conversations.hub_id, licence)}
+    return {**read, **licensed, "num_kept": len(rows.dataset), **tokenized}
 
 
 def last(history: list[dict], key: str) -> float | None:

@@ -38,6 +38,7 @@ OUTPUTS = (
         "special_tokens_map.json",
         "model*.safetensors*",
         "adapter_*",
+        "additional_chat_templates",
         "*_bhyt.py",
         ".unfinished",
         ".finished",
@@ -150,6 +151,9 @@ def save_finished(
         shutil.copy(file, staged)
     names = sorted((path.name for path in staged.iterdir()), key=lambda name: name == "config.json")
     for name in names:
+        # No folder replaces one that is not empty
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
         (staged / name).replace(folder / name)
     staged.rmdir()
     if is_adapter and arguments.merge_adapter:

@@ -1,9 +1,11 @@
 """What a run will do, said before its first step."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .base import Base, trainable_parameters
 from .chat import Chat, Tokenized
@@ -47,17 +49,40 @@ def _data_rows(purpose: str, conversations: Conversations, tokenized: Tokenized)
             f"{tokenized.num_supervised} of {tokenized.num_tokens} tokens supervised",
         )
     ]
-    if tokenized.bad:
-        shown = "; ".join(f"row {index}: {reason}" for index, reason in tokenized.bad[:SHOWN_ROWS])
-        more = f"; {len(tokenized.bad) - SHOWN_ROWS} more" if len(tokenized.bad) > SHOWN_ROWS else ""
-        rows.append((f"{purpose}: left out", f"{len(tokenized.bad)} bad ({shown}{more})"))
-    if tokenized.num_without_reply:
-        rows.append((f"{purpose}: left out", f"{tokenized.num_without_reply} whose question alone fills max_length"))
-    if tokenized.num_cut:
-        rows.append(
-            (f"{purpose}: cut", f"{tokenized.num_cut} rows, {tokenized.num_without_end} of them lost their end")
-        )
+    for what, how in (
+        ("left out", _bad(conversations, tokenized)),
+        ("left out", _count(tokenized.num_without_reply, "whose replies lie beyond max_length")),
+        ("left out", _count(conversations.num_not_learnt, "whose every reply is marked as not to be learnt")),
+        ("context only", _count(conversations.num_context_replies, "replies marked as not to be learnt")),
+        ("left out", _count(conversations.num_questions_left, "last questions without a reply")),
+        ("metadata, left out", _metadata(conversations)),
+        ("cut", _count(tokenized.num_cut, f"rows, {tokenized.num_without_end} of them lost their end")),
+    ):
+        if how:
+            rows.append((f"{purpose}: {what}", how))
     return rows
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number else ""
+
+
+def _bad(conversations: Conversations, tokenized: Tokenized) -> str:
+    if not tokenized.bad:
+        return ""
+    shown = "; ".join(f"row {index}: {reason}" for index, reason in tokenized.bad[:SHOWN_ROWS])
+    more = f"; {len(tokenized.bad) - SHOWN_ROWS} more" if len(tokenized.bad) > SHOWN_ROWS else ""
+    keys = f"; for what they hold: {_listed(conversations.bad_for)}" if conversations.bad_for else ""
+    return f"{len(tokenized.bad)} bad ({shown}{more}{keys})"
+
+
+def _metadata(conversations: Conversations) -> str:
+    kinds = (("columns", conversations.columns_left), ("keys of turns", conversations.keys_left))
+    return "; ".join(f"{kind} {_listed(counts)}" for kind, counts in kinds if counts)
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} ({count})" for name, count in counts.most_common())
 
 
 def _precision_rows(trainer: ChatTrainer) -> list[tuple[str, str]]:
@@ -85,5 +110,6 @@ def _trained(trainer: ChatTrainer) -> str:
 def show(rows: Sequence[tuple[str, ...]], title: str, columns: tuple[str, ...] = ()):
     table = Table(*columns, title=title, show_header=bool(columns))
     for row in rows:
-        table.add_row(*row)
+        # Data may spell what rich takes for markup
+        table.add_row(*map(Text, row))
     Console().print(table)

@@ -163,12 +163,11 @@ def test_bad_rows_are_left_out_with_index_and_reason(tmp_path):
         [],
         ["Q", ["a", "b"]],
         ["Q"],
-        ["Q", "A", "Q"],
         ["Q", "A"],
     ]
     read = read_conversations(write(tmp_path / "a.jsonl", [{"conversations": row} for row in broken]), "")
-    assert messages_of(read) == [QUESTION_AND_ANSWER] and read.num_read == 9
-    assert [index for index, _ in read.bad] == list(range(8))
+    assert messages_of(read) == [QUESTION_AND_ANSWER] and read.num_read == 8
+    assert [index for index, _ in read.bad] == list(range(7))
     reasons = [reason for _, reason in read.bad]
     assert reasons[:4] == [
         "message 1 is null, not text",
@@ -177,7 +176,7 @@ def test_bad_rows_are_left_out_with_index_and_reason(tmp_path):
         "message 1 is int, not text",
     ]
     assert reasons[4:6] == ["no messages", "message 1 is list, not text"]
-    assert reasons[6] == reasons[7] == "not user and assistant in turn, the assistant last"
+    assert reasons[6] == "not user and assistant in turn, with a reply"
 
 
 def test_unknown_roles_and_system_messages_in_the_middle_are_bad(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 
-from .render import LICENCE, licences
+from .render import LICENCE, check_front_matter, licences, read_readme
 
 
 UNKNOWN = "unknown"
@@ -36,8 +36,11 @@ def settle_licence(found: dict, given: str | None, former: Path, to_push: bool) 
     wrote into it; to_push: whether the result is to be uploaded.
 
     Raises:
-        ValueError: flag and card contradict each other; or an upload under a licence that nobody named.
+        ValueError: flag and card contradict each other; or an upload under a licence that nobody named, or with a card
+            that the Hub would refuse.
     """
+    if to_push:
+        check_front_matter(read_readme(former) or "")
     _, own = licences(former)
     if given and own.get("license") not in (None, given):
         raise ValueError(

@@ -14,20 +14,22 @@ def card(base_model=None, has_chat_template=True, **source) -> str:
     return converted_card("A title", "your-name/model", report, [("ratio", "1.0065")], base_model, has_chat_template)
 
 
-def chat_card(base="base", norm_type="bhyt", answer="yes", data=None, **licence) -> str:
+def chat_card(
+    base="base", norm_type="bhyt", answer="yes", data=None, saved=None, conversion=None, is_adapter=False, **licence
+) -> str:
     part = {"name": "lima.jsonl", "form": "LIMA", "num_rows": 9, "num_kept": 8, "num_cut": 1, "num_supervised": 70}
     part |= {"license": "unknown"}
     results = {
-        "base": {"name": base, "norm_type": norm_type, "conversion": None, **dict.fromkeys(LICENCE), **licence},
+        "base": {"name": base, "norm_type": norm_type, "conversion": conversion, **dict.fromkeys(LICENCE), **licence},
         "data": {"data": part | {"hub_id": data}},
-        "training": {"num_steps": 3, "saved_checkpoint": None},
+        "training": {"num_steps": 3, "saved_checkpoint": saved},
         "chat": {"stop_token": "<|im_end|>", "stop_id": 4},
         "recipe": {"learning_rate": 1e-5, "seed": 42},
         "versions": {"torch": "2.13.0"},
         "before": {"perplexity": {"C4": {}}, "answers": [{"question": "Why?", "answer": "no"}]},
         "after": {"answers": [{"question": "Why?", "answer": answer}]},
     }
-    return fine_tuned_card(results, [("perplexity | C4", "30.1", "30.2", "x 1.0033")], "out", has_picture=True)
+    return fine_tuned_card(results, [("perplexity | C4", "30.1", "30.2", "x 1.0033")], "out", True, is_adapter)
 
 
 @pytest.mark.parametrize("licence", ["apache-2.0", "llama3: community", "@x", "no", '"quoted"', "- list", "naïve 😀"])

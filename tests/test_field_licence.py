@@ -65,12 +65,16 @@ def test_the_policy_of_use_travels_through_graft_heal_and_export_and_is_uploaded
     write_legal(tmp_path / "source")
     measure = [*QUICK[:6]]
     assert conversion("graft", tmp_path / "source", tmp_path / "graft", *QUICK)[0] == 0
+    assert front_matter(tmp_path / "graft")["license"] == "llama3.2"
+    # What the user corrects in the graft's card holds for what is made of it
+    text = (tmp_path / "graft" / "README.md").read_text()
+    (tmp_path / "graft" / "README.md").write_text(text.replace("license: llama3.2", "license: llama3.1", 1))
     words = ["heal", tmp_path / "graft", tmp_path / "healed", "--teacher", tmp_path / "source", "--heal_tokens", "96"]
     assert conversion(*words, *measure[:2], *measure[4:], "--force")[0] == 0
     assert conversion("export", tmp_path / "graft", tmp_path / "plain", *measure, "--force")[0] == 0
     for name in ("graft", "healed", "plain"):
         folder = tmp_path / name
-        assert holds_legal(folder) and front_matter(folder)["license"] == "llama3.2", name
+        assert holds_legal(folder) and front_matter(folder)["license"] == "llama3.1", name
         assert set(LEGAL) <= {str(file) for file in files_to_publish(folder)}
 
 
@@ -185,7 +189,7 @@ def test_weights_data_and_code_are_named_apart(fine_tune, base):
     write_legal(base, "apache-2.0")
     folder = fine_tune(data_license="cc-by-4.0")
     text = (folder / "README.md").read_text().partition("## Licence")[2]
-    assert "| the weights (as their base) | apache-2.0 |" in text
+    assert "| the weights | apache-2.0 |" in text
     assert "| the data, rows.jsonl | cc-by-4.0 |" in text and "| the code (`*_bhyt.py`) | Apache-2.0 |" in text
     assert json.loads((folder / "results.json").read_text())["data"]["data"]["license"] == "cc-by-4.0"
     assert "The code beside them (`*_bhyt.py`): Apache-2.0" in card(license="mit")
@@ -233,3 +237,21 @@ def test_front_matter_is_checked_without_the_hub(front, said):
 def test_a_card_says_of_norms_adapters_and_exports_what_is_so():
     assert "Its norms are of the kind `lns`" in chat_card(norm_type="lns")
     assert "bounded hyperbolic" not in chat_card(norm_type="lns") and "bounded hyperbolic" in chat_card()
+    adapter = chat_card(is_adapter=True)
+    assert "library_name: peft" in adapter and "This is an adapter alone: it needs PEFT" in adapter
+    assert "The code" not in adapter and "`*_bhyt.py`" not in adapter and "The code travels" in chat_card()
+    assert "Kept are the weights of checkpoint-3" in chat_card(saved="checkpoint-3") and "Kept" not in chat_card()
+    report = {"command": "export", "source": {"name": "graft"}, "perplexity": {"ratio": 1.0}, "kl_nats_per_token": 0.1}
+    assert "Exported from graft, before any fine-tuning" in chat_card(conversion=report)
+    assert "Grafted from graft" in chat_card(conversion=report | {"command": "graft"})
+
+
+def test_a_card_that_the_hub_would_refuse_is_named_before_the_work_whose_result_is_to_be_uploaded(
+    tmp_path, conversion, no_upload
+):
+    save_source(tmp_path / "source")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "README.md").write_text("---\ntags: [1]\n---\n")
+    words = ["graft", tmp_path / "source", tmp_path / "out", *QUICK, "--overwrite", "--license", "mit"]
+    code, printed = conversion(*words, "--push_to_hub", "someone/model")
+    assert code == 2 and "tags: 1, which is no text: put it in quotes" in printed.err and not no_upload

@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from tqdm import tqdm
 
 
 UNEXPECTED = 70
+# What a user, a terminal that closes and a cluster send
+STOPPING = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 # What bad input, a full disk or a package that is not installed raises
 BAD_INPUT = (ValueError, OSError, ImportError, SafetensorError, StrictDataclassError)
 # torch says it as a RuntimeError, in words that depend on the device
@@ -90,6 +93,25 @@ def one_line_end(how_to_go_on: Callable[[], str] = lambda: "nothing was written"
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Runs steps that belong together: a signal that would stop the command between them does so after them."""
+    if threading.current_thread() is not threading.main_thread():
+        # Python runs handlers in the main thread alone
+        yield
+        return
+    waiting: list[int] = []
+    heard = [number for number in STOPPING if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    former = {number: signal.signal(number, lambda number, frame: waiting.append(number)) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        if waiting:
+            signal.raise_signal(waiting[0])
 
 
 def _raise_on_signals() -> dict[signal.Signals, Any]:

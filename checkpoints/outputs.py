@@ -5,6 +5,8 @@ A folder is ours if it holds a record that one of our commands left. A record li
 """
 
 import json
+import os
+import shutil
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,9 +24,12 @@ CHECKPOINT_FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja", "additional_chat_templates"),
     *("conversion_report.json", "conversion_report.md", "conversion_report.png", "conversion_windows.*"),
 )
-# Of no worth, or kept: what git, the Hub's downloads, Python and macOS leave; a card is merged, legal texts travel
-LEAVINGS = (".gitattributes", ".cache", "__pycache__", ".DS_Store")
-NO_STRANGERS = (*LEAVINGS, "README.md", *LEGAL_FILES)
+# What the Hub's downloads, Python and macOS leave, of no worth
+CACHES = (".cache", "__pycache__", ".DS_Store")
+# A user's own stay, where no new file has their name
+KEPT = (".gitattributes", *LEGAL_FILES)
+# A card is merged
+NO_STRANGERS = (*CACHES, *KEPT, "README.md")
 
 
 def own_files(folder: Path, older: Iterable[str] = CHECKPOINT_FILES) -> set[Path] | None:
@@ -71,6 +76,25 @@ def refuse_strangers(
         )
 
 
+def copy_others(folder: Path, new: Path) -> None:
+    """Copies what in a folder is not ours, but for caches and the card, into the one that takes its place.
+
+    Raises:
+        ValueError: `new` has another file of a stranger's name.
+    """
+    found = strangers(folder)
+    if taken := [path for path in found if os.path.lexists(new / path)]:
+        raise ValueError(f"{folder} holds {taken[0]} meanwhile, which this command would replace: move it away")
+    own = own_files(folder) or set()
+    kept = {path.relative_to(folder) for pattern in KEPT for path in folder.glob(pattern)} - own
+    for path in (*found, *(path for path in kept if not os.path.lexists(new / path))):
+        (new / path).parent.mkdir(parents=True, exist_ok=True)
+        if is_folder(folder / path):
+            shutil.copytree(folder / path, new / path, symlinks=True)
+        else:
+            shutil.copy2(folder / path, new / path, follow_symlinks=False)
+
+
 def names_of_files(folder: Path) -> list[str]:
     """Every file below a folder, by its name inside it: what a record keeps under `files`."""
     return sorted(file.as_posix() for file in _files(folder))
@@ -92,7 +116,7 @@ def _strangers(folder: Path, place: Path, own: set[Path], patterns: tuple[str, .
         if path in own or _matches(entry.name, patterns):
             continue
         is_mixed = is_folder(entry) and any(path in file.parents for file in own)
-        found += _strangers(folder, path, own, LEAVINGS) if is_mixed else [path]
+        found += _strangers(folder, path, own, CACHES) if is_mixed else [path]
     return found
 
 

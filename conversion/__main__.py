@@ -1,6 +1,5 @@
 """python -m conversion graft|heal|export|verify: each a function that reads as prose."""
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -8,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from checkpoints.command_line import Ended, fail, one_line_end
+from checkpoints.command_line import Ended, deferred_signals, one_line_end
+from checkpoints.resume import checkpoints
 from checkpoints.settings import read_tokenizer
 from evaluation.perplexity import perplexity
 from model_cards.converted import save_converted_card
@@ -29,13 +29,14 @@ from .arguments import (
 )
 from .calibration import Basis, OriginalBasis
 from .choice import MARGIN, candidates, choose, explain, first_choice, graft_of, measured_costs
+from .delivery import check_place, save_whole
 from .export import PlainTensors, fit_plain_gains, plain_config
 from .graft import GraftedTensors, Sites, bhyt_config, fit_sites
-from .heal import heal_model, resumed_checkpoint, trained_tensors
+from .heal import checkpoints_folder, heal_model, remove_checkpoints, resumed_checkpoint, trained_tensors
 from .measuring import NATURAL_SHARE, Measurement, Verdict, examine, figures
 from .report import save_report, save_windows, show, start_report, summary_rows, with_measurement
 from .rotation import RotatedBasis, Rotation, check_rotation, rotate
-from .saving import check_place, save_checkpoint, save_whole, shard_bytes
+from .saving import save_checkpoint, shard_bytes
 from .source import Source, read_bhyt, read_source
 from .texts import Texts
 from .verify import differences, flatten, read_report, report_windows, show_differences
@@ -76,7 +77,7 @@ def graft(arguments: GraftArguments):
     )
 
     target = arguments.budget / NATURAL_SHARE
-    with save_whole(Path(arguments.output), arguments.overwrite) as folder:
+    with save_whole(arguments) as folder:
         for _ in range(MAX_CHOICES):
             choice = choose(costs, arguments, target)
             grafted = graft_of(choice, sites)
@@ -131,7 +132,7 @@ def heal(arguments: HealArguments):
         print(plans.of_heal(arguments, teacher, texts))
         return
     windows = texts.windows(arguments.seed)
-    with save_whole(Path(arguments.output), arguments.overwrite) as folder:
+    with save_whole(arguments) as folder:
         before = examine(Path(arguments.model), teacher, basis, windows["report"], arguments)
         report = with_measurement(report, before, windows["report"])
         report = heal_folder(Path(arguments.model), folder, teacher, basis, windows, texts, arguments, report)
@@ -187,7 +188,7 @@ def export(arguments: ExportArguments):
         return
     windows = texts.windows(arguments.seed)
     gains = fit_plain_gains(source, windows["calibration"], arguments.batch_size)
-    with save_whole(Path(arguments.output), arguments.overwrite) as folder:
+    with save_whole(arguments) as folder:
         tensors = PlainTensors(source, gains)
         save_checkpoint(folder, LlamaForCausalLM, config, tensors, source, shard_bytes(arguments, source))
         measurement = examine(folder, source, None, windows["report"], arguments)
@@ -273,33 +274,40 @@ def finish(
         )
     if held_out is not None and texts.is_sampled("report"):
         save_windows(folder, held_out)
-    save_report(folder, report)
     save_converted_card(folder, report, summary_rows(report), source.hub_id, Path(arguments.output))
+    save_report(folder, report)
 
 
 def deliver(report: dict, arguments: OutputArguments):
     """Says what was made, and uploads it where that was asked for."""
     show(report, f"{arguments.command()} of {report['source']['name']}")
     consent = "" if arguments.command() == "export" else ", trust_remote_code=True"
-    # What healing would have resumed from, had it been stopped
-    shutil.rmtree(f"{arguments.output}.checkpoints", ignore_errors=True)
+    if isinstance(arguments, HealingArguments) and arguments.heal_tokens:
+        with deferred_signals():
+            remove_checkpoints(arguments)
     print(f"{arguments.output} is ready: AutoModelForCausalLM.from_pretrained({arguments.output!r}{consent})")
     if arguments.push_to_hub:
-        hub = (arguments.push_to_hub, arguments.private, arguments.revision)
-        try:
-            print(f"uploaded: {publish(Path(arguments.output), *hub)}")
-        except KeyboardInterrupt:
-            again = publish_command(Path(arguments.output), *hub)
-            fail(f"interrupted: {arguments.output} is ready; `{again}` uploads it", code=130)
+        print(f"uploaded: {publish(*upload(arguments))}")
+
+
+def upload(arguments: OutputArguments) -> tuple[Path, str, bool, str | None]:
+    """What publish takes."""
+    assert arguments.push_to_hub
+    return Path(arguments.output), arguments.push_to_hub, arguments.private, arguments.revision
 
 
 RUN = {GraftArguments: graft, HealArguments: heal, ExportArguments: export, VerifyArguments: verify}
 
 
 def how_to_go_on(arguments: MeasureArguments | None) -> str:
-    checkpoints = Path(f"{getattr(arguments, 'output', '')}.checkpoints")
-    can_resume = getattr(arguments, "heal_tokens", 0) and checkpoints.is_dir()
-    return "nothing was written" + (f"; --resume goes on from {checkpoints}" if can_resume else "")
+    """After a signal: what stands, and what goes on from there."""
+    if isinstance(arguments, OutputArguments) and arguments.is_delivered:
+        again = f"; `{publish_command(*upload(arguments))}` uploads it" if arguments.push_to_hub else ""
+        return f"{arguments.output} is ready{again}"
+    if not isinstance(arguments, HealingArguments) or not arguments.heal_tokens:
+        return "nothing was written"
+    found = checkpoints(checkpoints_folder(arguments))
+    return "nothing was written" + (f"; --resume goes on from {found[-1]}" if found else "")
 
 
 def main():

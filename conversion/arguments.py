@@ -1,6 +1,7 @@
 """Arguments of `python -m conversion`: one data class a command; the flag is the field is the YAML key."""
 
 import math
+import os
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -10,6 +11,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from checkpoints.command_line import OneLineErrors, fail
+from checkpoints.names import at_home
 from model_cards.licence import check_flag
 from model_cards.publish import check_repository
 
@@ -19,6 +21,7 @@ ESTIMATORS = ("fitted", "uniform_attention", "published", "exact")
 BASES = ("rotated", "original")
 TRAINABLE = ("norms", "lora", "all")
 AUTO = "auto"
+PATHS = ("source", "model", "teacher", "output", "calibration_text", "report_text", "heal_text")
 
 
 # Whole numbers may be as small as this; other numbers must be larger
@@ -70,6 +73,9 @@ class MeasureArguments:
         hints = get_type_hints(type(self))
         for option in fields(self):
             self._check(option, hints[option.name])
+        for name in PATHS:
+            if given := getattr(self, name, None):
+                setattr(self, name, at_home(given))
         for name in self.places:
             if not getattr(self, name):
                 raise ValueError(f"{name.upper()} is missing: {self.usage()}")
@@ -134,9 +140,14 @@ class OutputArguments(MeasureArguments):
             check_repository(self.push_to_hub)
         elif self.private or self.revision is not None:
             raise ValueError("private and revision are about an upload: give --push_to_hub name/model too")
-        output = Path(self.output).resolve()
+        # A slash at its end would put OUTPUT.checkpoints into it
+        self.output = str(Path(self.output))
+        # Set when the finished folder stands there
+        self.is_delivered = False
+        output = Path(os.path.realpath(self.output))
         for name in ("source", "model", "teacher"):
-            if given := getattr(self, name, None):
+            given = getattr(self, name, None)
+            if given and Path(given).exists():
                 place = Path(given).resolve()
                 if output == place or output in place.parents or place in output.parents:
                     raise ValueError(
@@ -346,7 +357,7 @@ def parse(kind: type[Arguments], words: list[str]) -> Arguments:
 
 def _read_yaml(path: str, kind: type) -> dict:
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        values = yaml.safe_load(Path(at_home(path)).read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
         fail(f"{path} cannot be read as YAML: {error}")
     known = {f.name for f in fields(kind)} - {"config"}

@@ -1,5 +1,6 @@
 """Heals a graft: trains it against the logits of its source, mean KL(source || graft) over the tokens of a text."""
 
+import shutil
 from pathlib import Path
 from statistics import median
 
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from checkpoints.resume import checkpoints, last_checkpoint
+from checkpoints.outputs import is_folder
+from checkpoints.resume import NAME, checkpoints, last_checkpoint
 from checkpoints.weights import StoredTensors, weight_files
 from evaluation.perplexity import input_device
 from modeling_bhyt import BHyTLlamaForCausalLM
@@ -112,16 +114,24 @@ class RaiseLambda(TrainerCallback):
                 site.weight.div_(ratio)
 
 
+def checkpoints_folder(arguments: HealingArguments) -> Path:
+    """Where the trainer keeps its checkpoints, beside OUTPUT: it stays where a run was stopped."""
+    return Path(f"{arguments.output}.checkpoints")
+
+
 def resumed_checkpoint(arguments: HealingArguments) -> str | None:
     """Where healing goes on from; None for a fresh run. Asked before any work, and again when training starts.
 
     Raises:
         ValueError: checkpoints of an earlier run where none are to be resumed, the other way round, or a broken one.
     """
-    folder = Path(f"{arguments.output}.checkpoints")
+    folder = checkpoints_folder(arguments)
     if not arguments.resume:
         if checkpoints(folder):
             raise ValueError(f"{folder} holds a run that was stopped: go on with --resume, or remove it")
+        # The trainer would remove it as one of its own
+        if others := _checkpoint_folders(folder):
+            raise ValueError(f"{others[0]} is no finished checkpoint: move it away, or remove it")
         return None
     if (last := last_checkpoint(folder)) is None:
         raise ValueError(f"{folder} holds no checkpoint to resume from: leave out --resume")
@@ -163,6 +173,19 @@ def heal_model(
     return student.cpu().eval()
 
 
+def remove_checkpoints(arguments: HealingArguments):
+    """Removes what a finished healing would have resumed from: the trainer's own folders alone."""
+    folder = checkpoints_folder(arguments)
+    for checkpoint in _checkpoint_folders(folder):
+        shutil.rmtree(checkpoint)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _checkpoint_folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name) and is_folder(path))
+
+
 def _with_trainable(student: BHyTLlamaForCausalLM, train: str) -> nn.Module:
     if train == "all":
         return student
@@ -177,7 +200,7 @@ def _with_trainable(student: BHyTLlamaForCausalLM, train: str) -> nn.Module:
 
 def _training_arguments(arguments: HealingArguments) -> TrainingArguments:
     return TrainingArguments(
-        f"{arguments.output}.checkpoints",
+        str(checkpoints_folder(arguments)),
         num_train_epochs=1,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=arguments.heal_batch_size,

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from checkpoints.outputs import names_of_files
 from modeling_bhyt import __version__
 
 from .arguments import MeasureArguments
@@ -19,6 +20,7 @@ from .source import Source
 
 # A site that saturates half a channel of every token, or a channel of every second one, clips massive activations
 SATURATED_CHANNELS = 0.5
+REPORT = "conversion_report.json"
 # No second file of weights: loaders that take every *.safetensors of a folder would look for a parameter of that name
 WINDOWS = "conversion_windows.json"
 # Paths of one machine, and what changes no result
@@ -86,10 +88,12 @@ def start_report(arguments: MeasureArguments, source: Source, texts: dict[str, s
 
 
 def save_report(folder: Path, report: dict):
-    (folder / "conversion_report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    """Writes the report, last of all files: it names them."""
     (folder / "conversion_report.md").write_text(markdown(report), encoding="utf-8")
     if has_picture(report):
         draw(report, folder / PICTURE)
+    report = report | {"files": sorted({*names_of_files(folder), REPORT})}
+    (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def summary_rows(report: dict) -> list[tuple[str, str]]:

@@ -1,13 +1,10 @@
-"""Writes checkpoints: whole or not at all, one weight file at a time."""
+"""Writes checkpoints, one weight file at a time."""
 
 import json
 import math
-import os
 import re
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.progress import track
@@ -16,56 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
-from model_cards.render import read_readme
-
 from .arguments import AUTO, OutputArguments
 from .source import Source
-
-
-def check_place(arguments: OutputArguments, num_bytes: int):
-    """Refuses an OUTPUT that exists, holds a card that could not be kept, cannot be written or does not fit on the disk, and a
-    shard size that is none.
-
-    Raises:
-        ValueError: with what to do instead.
-    """
-    output = Path(arguments.output)
-    if arguments.max_shard_size != AUTO:
-        parse_size(arguments.max_shard_size)
-    if output.exists() and not arguments.overwrite:
-        raise ValueError(f"OUTPUT {output} exists: choose another folder, or replace it with --overwrite")
-    read_readme(output)
-    place = next(folder for folder in output.absolute().parents if folder.exists())
-    if not os.access(place, os.W_OK):
-        raise ValueError(f"OUTPUT {output} cannot be made: {place} is not writable")
-    free = shutil.disk_usage(place).free
-    if free < num_bytes:
-        raise ValueError(
-            f"OUTPUT {output} needs {num_bytes / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free on its disk: make room, or choose another disk"
-        )
-
-
-@contextmanager
-def save_whole(output: Path, overwrite: bool) -> Iterator[Path]:
-    """A folder beside `output` that takes its place when the block ends, and vanishes where it fails."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-    try:
-        fresh = staging / "new"
-        fresh.mkdir()
-        yield fresh
-        if output.exists():
-            if not overwrite:
-                raise ValueError(f"OUTPUT {output} appeared meanwhile: choose another folder, or add --overwrite")
-            output.rename(staging / "old")
-        try:
-            fresh.rename(output)
-        except BaseException:
-            if (staging / "old").exists():
-                (staging / "old").rename(output)
-            raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def save_checkpoint(

@@ -97,13 +97,13 @@ def test_help_and_unknown_commands(conversion):
 
 
 def test_an_existing_output_is_replaced_only_when_told_to(source, tmp_path, conversion):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("mine")
+    graft(source, tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").stat().st_ino
     code, printed = conversion("graft", source, tmp_path / "out", *QUICK)
     assert code == 2 and "--overwrite" in printed.err
-    assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
+    assert (tmp_path / "out" / "model.safetensors").stat().st_ino == before
     assert conversion("graft", source, tmp_path / "out", *QUICK, "--overwrite")[0] == 0
-    assert (tmp_path / "out" / "model.safetensors").is_file() and not (tmp_path / "out" / "mine.txt").exists()
+    assert (tmp_path / "out" / "model.safetensors").stat().st_ino != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 
@@ -128,8 +128,8 @@ def test_a_card_that_could_not_be_kept_is_named_before_the_work(source, tmp_path
 
 
 def test_a_failure_half_way_leaves_the_old_output_and_no_scraps(source, tmp_path, conversion, monkeypatch):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("mine")
+    graft(source, tmp_path / "out")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 
     def fail(*arguments):
         raise OSError("no space left on device")
@@ -137,7 +137,7 @@ def test_a_failure_half_way_leaves_the_old_output_and_no_scraps(source, tmp_path
     monkeypatch.setattr(command, "save_report", fail)
     code, printed = conversion("graft", source, tmp_path / "out", *QUICK, "--overwrite")
     assert code == 2 and "error: no space left on device" in printed.err
-    assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
 

@@ -307,7 +307,7 @@ def test_a_signal_between_the_two_moves_waits_and_the_end_says_what_stands(graft
 
     monkeypatch.setattr(delivery, "_try_replacing", lambda *arguments: None)
     monkeypatch.setattr(type(tmp_path), "rename", rename)
-    code, error = graft("out", "--overwrite", "--push_to_hub", "someone/model")
+    code, error = graft("out", "--overwrite", "--push_to_hub", "someone/model", "--license", "mit")
     assert code == 143 and "out is ready; `python -m model_cards.publish out someone/model` uploads it" in error
     assert (tmp_path / "out" / "config.json").stat().st_ino != before and beside(tmp_path) == ["out", "source"]
 

@@ -24,8 +24,10 @@ CHECKPOINT_FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja", "additional_chat_templates"),
     *("conversion_report.json", "conversion_report.md", "conversion_report.png", "conversion_windows.*"),
 )
+# Of a run that works in a folder, or was killed there
+LOCK_FILE = ".bhyt.lock"
 # What the Hub's downloads, Python and macOS leave, of no worth
-CACHES = (".cache", "__pycache__", ".DS_Store")
+CACHES = (".cache", "__pycache__", ".DS_Store", LOCK_FILE)
 # A user's own stay, where no new file has their name
 KEPT = (".gitattributes", *LEGAL_FILES)
 # A card is merged

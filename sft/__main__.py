@@ -1,107 +1,172 @@
-"""python -m sft: data -> SFTTrainer -> evaluation before and after -> card -> Hub."""
+"""python -m sft: data -> SFTTrainer -> evaluation before and after -> card -> Hub; python -m sft finish FOLDER."""
 
 import contextlib
 import io
 import json
-import shutil
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from accelerate.state import PartialState
+from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 from trl import ModelConfig, SFTConfig
 
 from checkpoints.command_line import Ended, one_line_end
 from checkpoints.resume import last_whole
+from checkpoints.weights import read_json
 from model_cards.fine_tuned import save_fine_tuned_card
 from model_cards.licence import read_licence, settle_licence
 from model_cards.publish import check_repository, destination, publish, publish_command
 
 from .arguments import ChatArguments, parse
-from .base import adapter_config, check_ties, freeze_constants, load_model, read_base
-from .chat import Tokenized, choose_chat, tokenize
+from .base import Base, adapter_config, check_ties, freeze_constants, load_model, read_base
+from .chat import Chat, Tokenized, choose_chat, tokenize
 from .data import Conversations, read_conversations
+from .lock import only_run
 from .norm_callbacks import NormStatistics, RefreshConstants
 from .proof import Proof, text_of_proof
+from .rehearsal import blank_figures, rehearse
 from .results import gather_results, result_rows
 from .saving import (
     BEFORE_FILE,
     RESULTS_FILE,
     check_place,
+    check_same_run,
     describe_run,
+    open_finished,
     save_finished,
     save_json,
     start_run,
+    written_files,
 )
 from .summary import show, summary_rows
 from .trainer import ChatTrainer, LogFiles, NotFinite, StopWhenAsked
+from .unfinished import (
+    TRAINED,
+    TRAINED_FILE,
+    drop_trained,
+    finish_command,
+    keep_trained,
+    take_up,
+    trained_state,
+    trained_weights_stay,
+)
 
 
 class Stopped(Ended):
     """The run was asked to stop by a signal, and left a checkpoint to resume from."""
 
-    def __init__(self, step: int, number: int):
-        super().__init__(f"stopped after step {step}: go on with --resume_from_checkpoint last")
+    def __init__(self, step: int, how: str, number: int):
+        super().__init__(f"stopped after step {step}: {how}")
         self.code = 128 + number
 
 
-def fine_tune(arguments: ChatArguments, training: SFTConfig, model_arguments: ModelConfig, to_push: bool = False):
-    """base, data -> chat -> trainer -> figures before -> train -> save -> figures after -> card -> Hub."""
-    check_place(training, arguments, str(model_arguments.model_name_or_path))
-    folder = Path(training.output_dir)
+@dataclass
+class Run:
+    """What a run works with: `texts` are (purpose, as read, as tokenized), the data to train on first."""
+
+    folder: Path
+    settings: tuple[ChatArguments, SFTConfig, ModelConfig]
+    base: Base
+    chat: Chat
+    texts: list[tuple[str, Conversations, Tokenized]]
+    proof: Proof
+
+    @property
+    def identity(self) -> dict:
+        arguments, training, model_arguments = self.settings
+        return describe_run(arguments, training, model_arguments, self.base, self.texts[0][2].dataset)
+
+    def results(self, summary, state: TrainerState, before: dict, after: dict, minutes: float) -> dict:
+        figures = (before, after)
+        return gather_results(self.base, self.chat, self.texts, summary, self.settings, state, figures, minutes)
+
+
+def prepare(arguments: ChatArguments, training: SFTConfig, model_arguments: ModelConfig, to_push: bool) -> Run:
+    """Everything but the model: base, data, chat, and the questions of the proof."""
     base = read_base(model_arguments, training)
+    folder = Path(training.output_dir)
     base.licence = settle_licence(read_licence(base.folder), arguments.license, folder, to_push)
     windows = text_of_proof(arguments, base.tokenizer)
     chat = choose_chat(base.tokenizer, training.chat_template_path)
     # The trainer would read the file again, and over what was made of it; one without .jinja it takes for a Hub id
     training.chat_template_path = None
     texts = read_texts(arguments, training, chat)
-    _, _, rows = texts[0]
-    questions = texts[1][2].dataset if len(texts) > 1 else None
-    trainer = make_trainer(base, chat, rows, questions, arguments, training, model_arguments)
-    summary = summary_rows(base, chat, trainer, texts)
     proof = Proof(
         windows,
-        questions,
+        texts[1][2].dataset if len(texts) > 1 else None,
         arguments.questions,
         arguments.max_answer_tokens,
         chat,
         training.per_device_eval_batch_size,
         bool(training.bf16),
     )
-    digest = proof.digest(base)
+    return Run(folder, (arguments, training, model_arguments), base, chat, texts, proof)
+
+
+def fine_tune(
+    arguments: ChatArguments, training: SFTConfig, model_arguments: ModelConfig, to_push: bool, words: list[str]
+):
+    """base, data -> chat -> trainer -> rehearsal -> figures before -> train -> complete."""
+    check_place(training, arguments, str(model_arguments.model_name_or_path))
+    run = prepare(arguments, training, model_arguments, to_push)
+    trainer = make_trainer(run)
+    summary = summary_rows(run.base, run.chat, trainer, run.texts)
+    digest = run.proof.digest(run.base)
     known = known_figures(arguments.figures_before, digest)
     state = PartialState()
     if state.is_main_process:
         show(summary, "Fine-tuning")
+        blank = blank_figures(run.proof.windows, run.proof.conversations is not None)
+        results = run.results(summary, TrainerState(), blank, blank, 0.0)
+        rehearse(trainer, run.base, run.chat, arguments, results)
     if arguments.dry_run:
         if state.is_main_process:
             print("dry run: nothing was trained, nothing was written")
         return
     with state.main_process_first():
-        start_run(training, arguments, describe_run(arguments, training, model_arguments, base, rows.dataset))
-    before = figures_before(folder / BEFORE_FILE, digest, proof, trainer, known)
+        start_run(training, arguments, run.identity)
+    before = figures_before(run.folder / BEFORE_FILE, digest, run.proof, trainer, known)
     started = time.monotonic()
-    train(trainer, training)
-    minutes = (time.monotonic() - started) / 60
+    with _smaller_rate_advised():
+        stopped_by = train(trainer, training)
+        minutes = (time.monotonic() - started) / 60
+        keep_trained(trainer, run.folder, words, {"summary": summary, "before": before, "minutes": minutes})
+    if stopped_by:
+        how = f"it was the last, and `{finish_command(run.folder)}` goes on from it"
+        raise Stopped(trainer.state.global_step, how, stopped_by)
+    if state.is_main_process:
+        complete(run, read_json(run.folder / TRAINED_FILE))
 
-    unfinished = folder / ".unfinished"
-    trainer.save_model(str(unfinished))
-    state.wait_for_everyone()
-    if not state.is_main_process:
-        return
-    finished = save_finished(unfinished, folder, base, chat, arguments)
-    after = proof.measure(finished)
-    settings = (arguments, training, model_arguments)
-    results = gather_results(base, chat, texts, summary, settings, trainer.state, (before, after), minutes)
-    save_json(folder / RESULTS_FILE, results)
-    compared = result_rows(results)
-    save_fine_tuned_card(folder, results, compared)
+
+def complete(run: Run, kept: dict):
+    """trained weights -> save -> figures after -> card; what `keep_trained` kept says the rest of the run."""
+    folder, arguments = run.folder, run.settings[0]
+    trained = folder / TRAINED
+    with trained_weights_stay(folder):
+        names = save_finished(trained, folder, run.base, run.chat, arguments)
+        after = run.proof.measure(open_finished(folder, run.base))
+        is_adapter_kept = (trained / "adapter_config.json").is_file() and arguments.merge_adapter
+        results = run.results(kept["summary"], trained_state(kept), kept["before"], after, kept["minutes"])
+        results["files"] = written_files(folder, names, is_adapter_kept)
+        save_json(folder / RESULTS_FILE, results)
+        compared = result_rows(results)
+        save_fine_tuned_card(folder, results, compared)
+        drop_trained(folder, is_adapter_kept)
     if compared:
         show(compared, "What it did", ("", "before", "after", "change"))
     print(f"{folder} is ready: AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)")
+
+
+def finish(arguments: ChatArguments, training: SFTConfig, model_arguments: ModelConfig, to_push: bool, kept: dict):
+    """The end of a run whose trained weights stayed."""
+    run = prepare(arguments, training, model_arguments, to_push)
+    check_same_run(run.folder, run.identity)
+    complete(run, kept)
 
 
 def read_texts(arguments: ChatArguments, training: SFTConfig, chat) -> list[tuple[str, Conversations, Tokenized]]:
@@ -130,14 +195,15 @@ def check_batches(num_rows: int, training: SFTConfig):
         )
 
 
-def make_trainer(base, chat, rows: Tokenized, questions, arguments, training, model_arguments) -> ChatTrainer:
+def make_trainer(run: Run) -> ChatTrainer:
+    (arguments, training, model_arguments), base, chat = run.settings, run.base, run.chat
     model = load_model(base, chat, model_arguments)
     try:
         trainer = ChatTrainer(
             model,
             training,
-            train_dataset=rows.dataset,
-            eval_dataset=questions if training.eval_strategy != "no" else None,
+            train_dataset=run.texts[0][2].dataset,
+            eval_dataset=run.proof.conversations if training.eval_strategy != "no" else None,
             processing_class=chat.tokenizer,
             peft_config=adapter_config(model_arguments, model, arguments.train_norms),
             callbacks=[LogFiles(Path(training.output_dir))],
@@ -186,8 +252,8 @@ def figures_before(file: Path, digest: str, proof: Proof, trainer: ChatTrainer, 
     return figures
 
 
-def train(trainer: ChatTrainer, training: SFTConfig):
-    """Trains to the end.
+def train(trainer: ChatTrainer, training: SFTConfig) -> int:
+    """Trains to the end; the number of a signal that came in the last step, else 0.
 
     Raises:
         Stopped: it was asked to stop earlier.
@@ -200,13 +266,26 @@ def train(trainer: ChatTrainer, training: SFTConfig):
     finally:
         stop.restore()
     if stop.stopped_by and trainer.state.global_step < trainer.state.max_steps:
-        raise Stopped(trainer.state.global_step, stop.stopped_by)
+        raise Stopped(trainer.state.global_step, "go on with --resume_from_checkpoint last", stop.stopped_by)
+    return stop.stopped_by
+
+
+@contextlib.contextmanager
+def _smaller_rate_advised() -> Iterator[None]:
+    try:
+        yield
+    except NotFinite as broken:
+        raise NotFinite(
+            f"{broken}: the run stopped before it, and saved nothing of it; take a smaller learning_rate"
+        ) from broken
 
 
 def how_to_go_on(folder: Path | None, hub: tuple) -> str:
     """After a signal: what stands in the folder, and what goes on from there."""
     if folder is None:
         return "nothing was done yet"
+    if (folder / TRAINED_FILE).is_file():
+        return f"the trained weights stay in {folder / TRAINED}, and `{finish_command(folder)}` goes on from them"
     if (folder / RESULTS_FILE).is_file():
         return f"{folder} is ready" + (f"; `{publish_command(folder, *hub)}` uploads it" if hub[0] else "")
     if found := last_whole(folder):
@@ -224,25 +303,30 @@ def main():
     warnings.simplefilter("ignore", FutureWarning)
     folder, hub = None, (None, False, None)
     with one_line_end(lambda: how_to_go_on(folder, hub)):
-        arguments, training, model_arguments = parse(sys.argv[1:])
+        words, kept = sys.argv[1:], None
+        if words[:1] == ["finish"]:
+            kept, words = take_up(words[1:])
+        arguments, training, model_arguments = parse(words)
         # The trainer would upload every checkpoint by itself, with a card that is not right
         to_hub, training.push_to_hub = training.push_to_hub, False
         hub = (training.hub_model_id, bool(training.hub_private_repo), training.hub_revision)
         folder = Path(training.output_dir)
+        if to_hub:
+            check_repository(training.hub_model_id)
         is_new = not folder.exists()
+        is_writer = PartialState().is_main_process and not arguments.dry_run
         try:
-            if to_hub:
-                check_repository(training.hub_model_id)
-            fine_tune(arguments, training, model_arguments, to_hub)
-            if to_hub and PartialState().is_main_process:
-                place = destination(*hub) if arguments.dry_run else publish(folder, *hub)
-                print(f"would upload the finished folder to {place}" if arguments.dry_run else f"uploaded: {place}")
-        except NotFinite as broken:
-            raise NotFinite(
-                f"{broken}: the run stopped before it, and saved nothing of it; take a smaller learning_rate"
-            ) from broken
+            with only_run(folder) if is_writer else contextlib.nullcontext():
+                if kept:
+                    finish(arguments, training, model_arguments, to_hub, kept)
+                else:
+                    fine_tune(arguments, training, model_arguments, to_hub, words)
+                if to_hub and PartialState().is_main_process:
+                    place = destination(*hub) if arguments.dry_run else publish(folder, *hub)
+                    print(
+                        f"would upload the finished folder to {place}" if arguments.dry_run else f"uploaded: {place}"
+                    )
         finally:
-            shutil.rmtree(folder / ".finished", ignore_errors=True)
             if is_new:
                 # The trainer makes it before anything is known to be right
                 with contextlib.suppress(OSError):

@@ -167,12 +167,17 @@ def load_model(base: Base, chat: Chat, arguments: ModelConfig) -> PreTrainedMode
 
 def agree_on_tokens(model: PreTrainedModel, chat: Chat):
     """Tokenizer, configuration and generation settings get the same stop ids (the end of a turn first) and padding."""
-    chat.tokenizer.eos_token = chat.stop_token
-    chat.tokenizer.pad_token = chat.tokenizer.pad_token or chat.stop_token
+    settle_tokenizer(chat)
     stops = chat.stop_ids(model.generation_config.eos_token_id or model.config.eos_token_id)
     for settings in (model.config, model.generation_config):
         settings.eos_token_id = stops
         settings.pad_token_id = chat.tokenizer.pad_token_id
+
+
+def settle_tokenizer(chat: Chat):
+    """The end of a turn ends a text, and pads where nothing else does."""
+    chat.tokenizer.eos_token = chat.stop_token
+    chat.tokenizer.pad_token = chat.tokenizer.pad_token or chat.stop_token
 
 
 def adapter_config(arguments: ModelConfig, model: PreTrainedModel, train_norms: bool) -> LoraConfig | None:

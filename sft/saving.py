@@ -1,5 +1,6 @@
 """The output folder: who may write there, what a run is, and the finished model."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -11,12 +12,15 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl import ModelConfig, SFTConfig
 
-from checkpoints.legal import legal_files
+from checkpoints.legal import LEGAL_FILES, legal_files
+from checkpoints.outputs import CHECKPOINT_FILES, LOCK_FILE, is_folder, names_of_files, own_files
+from checkpoints.resume import NAME
 from checkpoints.settings import repair_generation_config
+from checkpoints.weights import read_json
 from model_cards.render import read_readme
 
 from .arguments import LORA, RECIPE, ChatArguments
-from .base import Base, agree_on_tokens
+from .base import Base, agree_on_tokens, settle_tokenizer
 from .chat import Chat
 from .trainer import require_finite
 
@@ -28,22 +32,15 @@ CONSTANTS_FILE = "variance_constants.json"
 PROOF_SHAPE, MERGE_TOLERANCE = (2, 32), 1e-3
 SAME_RUN = [*RECIPE, *LORA, "use_peft", "train_norms", "refresh_constants_every", "dtype", "model_revision"]
 # What a run leaves that was stopped before its first checkpoint: it may be begun again over it
-BEGUN = (RUN_FILE, BEFORE_FILE, "training_log.csv", "training_log.png")
-# What a run leaves in its folder besides checkpoint-N
+BEGUN = (RUN_FILE, BEFORE_FILE, "training_log.csv", "training_log.png", LOCK_FILE)
+# What runs leave besides checkpoint-N, a card, which is merged, and legal texts, which may be the user's; of a folder whose results list no files
 OUTPUTS = (
-    *(*BEGUN, RESULTS_FILE, CONSTANTS_FILE, "training_args.bin"),
-    *("config.json", "generation_config.json", "chat_template.jinja", "adapter", "trainer_state.json"),
-    *(
-        "tokenizer*",
-        "special_tokens_map.json",
-        "model*.safetensors*",
-        "adapter_*",
-        "additional_chat_templates",
-        "*_bhyt.py",
-        ".unfinished",
-        ".finished",
-    ),
+    *(name for name in CHECKPOINT_FILES if name not in ("README.md", *LEGAL_FILES)),
+    *(*BEGUN, RESULTS_FILE, CONSTANTS_FILE, "training_args.bin", "trainer_state.json"),
+    *("adapter", "adapter_config.json", "adapter_model.safetensors", ".unfinished", ".unfinished.json", ".finished"),
 )
+# What a loader would take for a part of the finished model
+LOADED = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "pytorch_model*.bin")
 
 
 def check_place(training: SFTConfig, arguments: ChatArguments, base: str):
@@ -54,15 +51,25 @@ def check_place(training: SFTConfig, arguments: ChatArguments, base: str):
         ValueError: with what to do instead.
     """
     folder = Path(training.output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir {folder} is a file: name a folder")
     if Path(base).is_dir() and Path(base).resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"output_dir {folder} holds the base, {base}, which the run would replace: choose another")
     read_readme(folder)
+    if arguments.overwrite:
+        own = own_outputs(folder)
+        foreign = sorted(file.name for pattern in LOADED for file in folder.glob(pattern) if file not in own)
+        if foreign:
+            raise ValueError(
+                f"output_dir {folder} holds {foreign[0]} ({len(foreign)} such files), which no run of this command wrote and "
+                "which would be loaded with its model: move them away, or choose another folder"
+            )
     if training.resume_from_checkpoint or arguments.overwrite or not folder.is_dir():
         return
     if {path.name for path in folder.iterdir()} <= set(BEGUN):
         return
+    if (folder / ".unfinished.json").is_file():
+        raise ValueError(
+            f"output_dir {folder} holds trained weights: `python -m sft finish {folder}` finishes them, --overwrite trains anew"
+        )
     raise ValueError(
         f"output_dir {folder} is not empty: choose another, go on with --resume_from_checkpoint last, or replace it "
         "with --overwrite"
@@ -76,24 +83,46 @@ def start_run(training: SFTConfig, arguments: ChatArguments, run: dict):
         ValueError: what differs from the run that is to go on.
     """
     folder = Path(training.output_dir)
-    file = folder / RUN_FILE
     if training.resume_from_checkpoint:
-        if not file.is_file():
-            return
-        former = json.loads(file.read_text(encoding="utf-8"))
-        if differing := sorted(name for name in run if former.get(name) != run[name]):
-            name = differing[0]
-            raise ValueError(
-                f"{folder} holds another run: its {name} was {former.get(name)!r}, not {run[name]!r}; give what it was "
-                "begun with, or choose another output_dir"
-            )
+        check_same_run(folder, run)
         return
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.overwrite:
-        for pattern in ("checkpoint-*", *OUTPUTS):
-            for old in folder.glob(pattern):
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
-    save_json(file, run)
+        remove_outputs(folder)
+    save_json(folder / RUN_FILE, run)
+
+
+def check_same_run(folder: Path, run: dict):
+    """Raises ValueError with what differs from the run that was begun in a folder, where it says what that is."""
+    if not (folder / RUN_FILE).is_file():
+        return
+    former = read_json(folder / RUN_FILE)
+    if differing := sorted(name for name in run if former.get(name) != run[name]):
+        name = differing[0]
+        raise ValueError(
+            f"{folder} holds another run: its {name} was {former.get(name)!r}, not {run[name]!r}; give what it was "
+            "begun with, or choose another output_dir"
+        )
+
+
+def own_outputs(folder: Path) -> set[Path]:
+    """The files that earlier runs left in a folder; none in one without a record of ours."""
+    own = own_files(folder, OUTPUTS) if folder.is_dir() else None
+    if own is None:
+        return set()
+    steps = (path for path in folder.glob("checkpoint-*") if NAME.fullmatch(path.name))
+    kept = {folder / "README.md", folder / LOCK_FILE}
+    return ({folder / file for file in own} | {f for step in steps for f in step.rglob("*") if f.is_file()}) - kept
+
+
+def remove_outputs(folder: Path):
+    """Removes what earlier runs left, and the folders that are empty then; a card stays, to be merged."""
+    own = own_outputs(folder)
+    for file in own:
+        file.unlink()
+    for place in sorted({place for file in own for place in file.parents if folder in place.parents}, reverse=True):
+        with contextlib.suppress(OSError):
+            place.rmdir()
 
 
 def describe_run(
@@ -118,51 +147,64 @@ def read_constants(folder: Path) -> tuple[dict[int, tuple[float, float]], list[d
     return {int(n): tuple(pair) for n, pair in kept["constants"].items()}, kept["history"]
 
 
-def save_finished(
-    trained: Path, folder: Path, base: Base, chat: Chat, arguments: ChatArguments
-) -> PreTrainedModel | PeftModel:
-    """Makes the folder's model of what the trainer saved in `trained`: merged, in its dtype, with the chat's settings.
+def save_finished(trained: Path, folder: Path, base: Base, chat: Chat, arguments: ChatArguments) -> list[str]:
+    """Makes the folder's model of what the trainer saved in `trained`, which stays: merged, in its dtype, with the chat's
+    settings. Returns the names of its files.
 
-    Every file is written beside its place and moved there at the end, config.json last. Returns what was saved, loaded
-    from there.
+    Every file is written beside its place and moved there at the end, config.json last.
 
     Raises:
-        NotFinite: a weight that became infinite or no number when an adapter was merged.
+        NotFinite: a weight that became infinite or no number when an adapter was merged, or in the dtype to save it in.
+        ValueError: a merged model that computes something else.
     """
     staged = folder / ".finished"
     shutil.rmtree(staged, ignore_errors=True)
-    is_adapter = (trained / "adapter_config.json").is_file()
-    if is_adapter and not arguments.merge_adapter:
-        shutil.copytree(trained, staged, ignore=shutil.ignore_patterns("training_args.bin", "README.md"))
-    else:
-        model = _open(trained, base)
-        if is_adapter and (folder / CONSTANTS_FILE).is_file():
+    try:
+        if (trained / "adapter_config.json").is_file() and not arguments.merge_adapter:
+            shutil.copytree(trained, staged, ignore=shutil.ignore_patterns("training_args.bin", "README.md"))
+        else:
+            _finished_model(trained, folder, base, chat, arguments.save_dtype).save_pretrained(str(staged))
+        settle_tokenizer(chat)
+        chat.save(staged)
+        for file in carried_files(base):
+            shutil.copy(file, staged)
+        names = names_of_files(staged)
+        for entry in sorted(staged.iterdir(), key=lambda entry: entry.name == "config.json"):
+            if is_folder(folder / entry.name):
+                shutil.rmtree(folder / entry.name)
+            entry.replace(folder / entry.name)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    return names
+
+
+def _finished_model(trained: Path, folder: Path, base: Base, chat: Chat, save_dtype: str) -> PreTrainedModel:
+    """What was trained as it is to be saved."""
+    model = open_finished(trained, base)
+    if isinstance(model, PeftModel):
+        if (folder / CONSTANTS_FILE).is_file():
             # An adapter's weights do not hold what was refreshed in its base
             constants, _ = read_constants(folder)
             model.get_base_model().set_variance_constants(constants)
-        model = merge(model) if isinstance(model, PeftModel) else model
-        repair_generation_config(base.name, model.generation_config)
-        agree_on_tokens(model, chat)
-        _cast(model, base, arguments.save_dtype)
-        require_finite(model.state_dict(), "in the dtype to save it in (save_dtype)")
-        model.save_pretrained(str(staged))
-    chat.save(staged)
-    for file in (*legal_files(base.folder), *base.folder.glob("conversion_report.*")):
-        shutil.copy(file, staged)
-    names = sorted((path.name for path in staged.iterdir()), key=lambda name: name == "config.json")
-    for name in names:
-        # No folder replaces one that is not empty
-        if (folder / name).is_dir():
-            shutil.rmtree(folder / name)
-        (staged / name).replace(folder / name)
-    staged.rmdir()
-    if is_adapter and arguments.merge_adapter:
-        shutil.rmtree(folder / "adapter", ignore_errors=True)
-        (trained / "training_args.bin").unlink(missing_ok=True)
-        trained.replace(folder / "adapter")
-    else:
-        shutil.rmtree(trained)
-    return _open(folder, base)
+        model = merge(model)
+    repair_generation_config(base.name, model.generation_config)
+    agree_on_tokens(model, chat)
+    _cast(model, base, save_dtype)
+    require_finite(model.state_dict(), "in the dtype to save it in (save_dtype)")
+    return model
+
+
+def carried_files(base: Base) -> list[Path]:
+    """What travels from a base to the finished folder: legal texts, and the report of a graft."""
+    reports = (file for file in base.folder.glob("conversion_report.*") if file.is_file())
+    return [*legal_files(base.folder), *sorted(reports)]
+
+
+def written_files(folder: Path, model_files: list[str], is_adapter_kept: bool) -> list[str]:
+    """Names of all files of a finished run, checkpoints aside, as its results list them."""
+    made = [name for name in (*BEGUN, CONSTANTS_FILE) if name != LOCK_FILE and (folder / name).is_file()]
+    adapter = [f"adapter/{name}" for name in names_of_files(folder / ".unfinished")] if is_adapter_kept else []
+    return sorted({*model_files, *made, *adapter, RESULTS_FILE, "README.md"} - {"adapter/training_args.bin"})
 
 
 @torch.no_grad()
@@ -189,15 +231,20 @@ def merge(model: PeftModel) -> PreTrainedModel:
     return merged
 
 
+def saved_dtype(base: Base, save_dtype: str) -> torch.dtype:
+    """The dtype of the finished model: with "auto" the one that most of the base is stored in."""
+    return base.stored_dtype if save_dtype == "auto" else getattr(torch, save_dtype)
+
+
 def _cast(model: PreTrainedModel, base: Base, save_dtype: str):
     """Brings every parameter to the dtype to save it in: with "auto" the one that the base stores it in."""
     kept = base.stored_dtypes if save_dtype == "auto" else {}
-    other = base.stored_dtype if save_dtype == "auto" else getattr(torch, save_dtype)
+    other = saved_dtype(base, save_dtype)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(kept.get(name, other))
 
 
-def _open(folder: Path, base: Base) -> PreTrainedModel | PeftModel:
+def open_finished(folder: Path, base: Base) -> PreTrainedModel | PeftModel:
     """The model of a folder in fp32; an adapter on its base."""
     if (folder / "adapter_config.json").is_file():
         model = AutoModelForCausalLM.from_pretrained(

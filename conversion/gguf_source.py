@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from checkpoints.settings import read_tokenizer
 
-from .gguf_tokenizer import byte_level_tokenizer
+from .gguf_tokenizer import byte_level_tokenizer, sentencepiece_tokenizer
 
 
 # A Mistral without sliding window calls itself a llama
@@ -82,7 +82,7 @@ def read_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dic
     _check_shapes(config, shapes, architecture)
     if scaling := _rope_scaling(values, reader, config, architecture):
         config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"], **scaling}
-    tokenizer = _tokenizer(path, values)
+    tokenizer = read_vocabulary(path, values)
     model = _model(path, MODELS[architecture][0], config)
     types = sorted({tensor.tensor_type.name for tensor in reader.tensors} - UNQUANTIZED)
     return model, tokenizer, values, ", ".join(types) or None
@@ -109,7 +109,7 @@ def _model(path: Path, model_class: type[PreTrainedModel], config: PretrainedCon
     return model
 
 
-def _tokenizer(path: Path, values: dict) -> PreTrainedTokenizerBase:
+def read_vocabulary(path: Path, values: dict) -> PreTrainedTokenizerBase:
     tokens, types, merges = (values.get(name) for name in (TOKENS, TYPES, MERGES))
     if not _are(tokens, str) or not tokens or len(set(tokens)) < len(tokens):
         raise ValueError(f"{path} has no {TOKENS}, or has one of them twice: its tokenizer cannot be read")
@@ -119,11 +119,12 @@ def _tokenizer(path: Path, values: dict) -> PreTrainedTokenizerBase:
         if not _are(merges, str):
             raise ValueError(f"{path} has no {MERGES}: its tokenizer cannot be read")
         return byte_level_tokenizer(values, tokens, types or [1] * len(tokens), merges)
-    tokenizer = read_tokenizer(path.parent, gguf_file=path.name)
-    for flag in ("add_bos_token", "add_eos_token"):
-        if f"tokenizer.ggml.{flag}" in values:
-            setattr(tokenizer, flag, bool(values[f"tokenizer.ggml.{flag}"]))
-    return tokenizer
+    if values.get("tokenizer.ggml.model") != "llama":
+        raise ValueError(
+            f"{path} has a vocabulary of kind {values.get('tokenizer.ggml.model')!r}: only 'gpt2' (BPE) and 'llama' are Llamas'"
+        )
+    backend = read_tokenizer(path.parent, gguf_file=path.name).backend_tokenizer
+    return sentencepiece_tokenizer(backend, values, tokens)
 
 
 def _are(values: Any, kind: type) -> TypeGuard[list]:

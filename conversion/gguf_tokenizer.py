@@ -4,7 +4,7 @@ A GGUF file names the way in which text is cut before the merges (`tokenizer.ggm
 regular expressions are llama.cpp's (src/llama-vocab.cpp, MIT licence). llama.cpp normalises nothing, and neither do we.
 """
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -71,10 +71,27 @@ def byte_level_tokenizer(
     # llama.cpp finds these in a text before anything else
     backend.add_special_tokens([_whole(token) for token, type_ in zip(tokens, types) if type_ in (CONTROL, UNKNOWN)])
     backend.add_tokens([_whole(token) for token, type_ in zip(tokens, types) if type_ == USER_DEFINED])
+    return _tokenizer(backend, values, tokens, adds_bos=kind in ADDS_BOS)
+
+
+def sentencepiece_tokenizer(backend: Tokenizer, values: dict, tokens: list[str]) -> PreTrainedTokenizerBase:
+    """transformers' own for a SentencePiece vocabulary, with llama.cpp's spaces: one before each text and after each control
+    token, whatever the text begins with, and none where the file says so."""
+    has_prefix = bool(values.get("tokenizer.ggml.add_space_prefix", True))
+    underscores = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = None
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), underscores]) if has_prefix else underscores
+    spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*spaces, decoders.Strip(content=" ", left=1)] if has_prefix else spaces)
+    return _tokenizer(backend, values, tokens, adds_bos=True)
+
+
+def _tokenizer(backend: Tokenizer, values: dict, tokens: list[str], adds_bos: bool) -> PreTrainedTokenizerBase:
+    """`adds_bos`: whether a text begins with BOS where the file does not say so."""
     named = {name: _token_of(values, tokens, f"tokenizer.ggml.{key}") for name, key in SPECIAL_TOKENS.items()}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        add_bos_token=bool(values.get("tokenizer.ggml.add_bos_token", kind in ADDS_BOS)),
+        add_bos_token=bool(values.get("tokenizer.ggml.add_bos_token", adds_bos)),
         add_eos_token=bool(values.get("tokenizer.ggml.add_eos_token", False)),
         clean_up_tokenization_spaces=False,
         **{name: token for name, token in named.items() if token is not None},

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY, TINY, shake, tiny_llama
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file
 from test_families import save_family
 from test_gguf import logits, vocabulary, write_gguf
@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM, Qwen2
 
 from conversion import __main__ as command
 from conversion.arguments import ExportArguments, HealArguments, VerifyArguments, parse
+from conversion.gguf_source import read_vocabulary
 from conversion.gguf_tokenizer import KIND, byte_level_tokenizer
 from conversion.source import read_source
 
@@ -64,6 +65,33 @@ def test_ids_equal_llama_cpps_on_hard_strings(pre):
     tokenizer = byte_level_tokenizer(values, tokens, types, merges)
     assert len(TRUTH["strings"]) > 200 and ids_of(tokenizer) == true_ids(pre)
     assert (tokenizer("a").input_ids[0] == 0) == (pre in ("llama-bpe", "tekken"))
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_ids_of_a_sentencepiece_vocabulary_equal_llama_cpps(tmp_path, has_prefix):
+    truth = json.loads((Path(__file__).parent / "gguf_sentencepiece.json").read_text())
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    for add in ("block_count", "context_length", "embedding_length", "feed_forward_length", "head_count"):
+        getattr(writer, f"add_{add}")(8)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(truth["tokens"]))
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(truth["tokens"])
+    writer.add_token_scores(truth["scores"])
+    writer.add_token_types(truth["types"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_space_prefix(has_prefix)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    values = {name: field.contents() for name, field in GGUFReader(tmp_path / "m.gguf").fields.items()}
+    tokenizer = read_vocabulary(tmp_path / "m.gguf", values)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    for read in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "saved")):
+        assert ids_of(read) == truth["ids"][str(has_prefix).lower()]
+        assert read("a").input_ids[0] == 1
+        assert read.decode(read(" Hello  x").input_ids, skip_special_tokens=True) == " Hello  x"
 
 
 def test_every_way_to_cut_is_one_of_those_that_were_compared():

@@ -1,5 +1,7 @@
 """Puts right, at the start, what a checkpoint's settings would spoil at the end. Each function says what it changed."""
 
+import re
+
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
@@ -28,16 +30,41 @@ def read_tokenizer(name, **options) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint.
 
     Raises:
-        ValueError, OSError: there is none, or its files are damaged.
+        ValueError, OSError: there is none, its files are damaged, or they could not be written again.
     """
     try:
-        return AutoTokenizer.from_pretrained(name, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except (ValueError, OSError, ImportError):
         raise
     # The tokenizers library raises Exception itself
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{name}: its tokenizer cannot be read ({reason}): take another copy of its files") from error
+    check_chat_templates(name, tokenizer)
+    return tokenizer
+
+
+def check_chat_templates(name, tokenizer: PreTrainedTokenizerBase):
+    """Refuses templates that would fail when the tokenizer is saved, after the work: each named one becomes a file.
+
+    Raises:
+        ValueError: with the template's name.
+    """
+    templates = tokenizer.chat_template or {}
+    for called, template in (templates if isinstance(templates, dict) else {"default": templates}).items():
+        if not (_can_be_written(template) and re.fullmatch(r"[\w.-]+", str(called))):
+            raise ValueError(
+                f"{name}: the chat template {called!r} could not be saved again: it has to be text, and its name letters, "
+                "digits, '_', '-' and '.'; mend it or take it out"
+            )
+
+
+def _can_be_written(text) -> bool:
+    try:
+        text.encode("utf-8")
+    except (AttributeError, UnicodeEncodeError):
+        return False
+    return True
 
 
 def repair_generation_config(name: str, settings: GenerationConfig) -> list[str]:

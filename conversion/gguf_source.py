@@ -20,9 +20,9 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from checkpoints.settings import read_tokenizer
+from checkpoints.settings import check_chat_templates, read_tokenizer
 
-from .gguf_tokenizer import byte_level_tokenizer, sentencepiece_tokenizer
+from .gguf_tokenizer import byte_level_tokenizer, chat_templates, sentencepiece_tokenizer
 
 
 # A Mistral without sliding window calls itself a llama
@@ -118,13 +118,17 @@ def read_vocabulary(path: Path, values: dict) -> PreTrainedTokenizerBase:
     if values.get("tokenizer.ggml.model") == "gpt2":
         if not _are(merges, str):
             raise ValueError(f"{path} has no {MERGES}: its tokenizer cannot be read")
-        return byte_level_tokenizer(values, tokens, types or [1] * len(tokens), merges)
-    if values.get("tokenizer.ggml.model") != "llama":
+        tokenizer = byte_level_tokenizer(values, tokens, types or [1] * len(tokens), merges)
+    elif values.get("tokenizer.ggml.model") == "llama":
+        backend = read_tokenizer(path.parent, gguf_file=path.name).backend_tokenizer
+        tokenizer = sentencepiece_tokenizer(backend, values, tokens)
+    else:
         raise ValueError(
             f"{path} has a vocabulary of kind {values.get('tokenizer.ggml.model')!r}: only 'gpt2' (BPE) and 'llama' are Llamas'"
         )
-    backend = read_tokenizer(path.parent, gguf_file=path.name).backend_tokenizer
-    return sentencepiece_tokenizer(backend, values, tokens)
+    tokenizer.chat_template = chat_templates(values)
+    check_chat_templates(path, tokenizer)
+    return tokenizer
 
 
 def _are(values: Any, kind: type) -> TypeGuard[list]:

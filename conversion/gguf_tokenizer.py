@@ -89,15 +89,22 @@ def sentencepiece_tokenizer(backend: Tokenizer, values: dict, tokens: list[str])
 def _tokenizer(backend: Tokenizer, values: dict, tokens: list[str], adds_bos: bool) -> PreTrainedTokenizerBase:
     """`adds_bos`: whether a text begins with BOS where the file does not say so."""
     named = {name: _token_of(values, tokens, f"tokenizer.ggml.{key}") for name, key in SPECIAL_TOKENS.items()}
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         add_bos_token=bool(values.get("tokenizer.ggml.add_bos_token", adds_bos)),
         add_eos_token=bool(values.get("tokenizer.ggml.add_eos_token", False)),
         clean_up_tokenization_spaces=False,
         **{name: token for name, token in named.items() if token is not None},
     )
-    tokenizer.chat_template = values.get("tokenizer.chat_template")
-    return tokenizer
+
+
+def chat_templates(values: dict) -> str | dict | None:
+    """The file's chat template; with others for other uses (`tokenizer.chat_template.tool_use`) each by its name."""
+    key = "tokenizer.chat_template"
+    found = {name.removeprefix(f"{key}."): value for name, value in values.items() if name.startswith(f"{key}.")}
+    if key in values:
+        found["default"] = values[key]
+    return found["default"] if set(found) == {"default"} else found or None
 
 
 def _backend(kind: str, tokens: list[str], merges: list[str]) -> Tokenizer:

@@ -14,7 +14,6 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -24,7 +23,7 @@ from trl import ModelConfig, SFTConfig, get_peft_config, get_quantization_config
 import modeling_bhyt  # noqa: F401
 from checkpoints.legal import LEGAL_FILES
 from checkpoints.names import names_a_folder
-from checkpoints.settings import repair_generation_config, settle_vocabulary
+from checkpoints.settings import read_tokenizer, repair_generation_config, settle_vocabulary
 from checkpoints.weights import StoredTensors, weight_names
 
 from .chat import Chat
@@ -136,7 +135,7 @@ def read_base(model: ModelConfig, training: SFTConfig) -> Base:
         "trust_remote_code": training.trust_remote_code,
     }
     config = AutoConfig.from_pretrained(name, **loading)
-    tokenizer = AutoTokenizer.from_pretrained(name, **loading)
+    tokenizer = read_tokenizer(name, **loading)
     notes = settle_vocabulary(name, config, tokenizer)
     if tokenizer.pad_token is None:
         notes.append("the tokenizer has no padding token: the end of a turn pads too, masked everywhere")

@@ -8,14 +8,16 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from chat_bases import MARKED, chat_tokenizer, known_to_trl
 from chat_runs import results
-from conftest import REPOSITORY
+from conftest import REPOSITORY, tiny_llama
 from datasets import Dataset
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_export import export
-from test_graft import graft, save_source
+from test_gguf import TEMPLATE, write_gguf
+from test_graft import edit_json, graft, save_source
 from transformers import AutoTokenizer
 
+from conversion.gguf_source import read_gguf
 from evaluation.answers import IGNORED
 from evaluation.perplexity import read_documents
 from sft.chat import choose_chat, tokenize
@@ -305,15 +307,17 @@ def with_named_templates(folder, default: str = MARKED, as_files: bool = True):
 @pytest.mark.parametrize("as_files", [True, False])
 def test_named_chat_templates_stay_in_every_folder_of_a_run(fine_tune, base, tmp_path, as_files):
     with_named_templates(base, as_files=as_files)
-    options = {"save_strategy": "steps", "save_steps": 1, "base": base}
-    folder = fine_tune(**options)
-    for place in folder, *folder.glob("checkpoint-*"):
+    folder = fine_tune(base=base, save_strategy="steps", save_steps=1)
+    for place in folder, folder / "checkpoint-1":
         assert AutoTokenizer.from_pretrained(place).chat_template == {"default": MARKED} | NAMED
-    # A folder that holds them already takes them again
-    fine_tune(resume_from_checkpoint="last", **options)
-    fine_tune(overwrite=True, **options)
-    assert AutoTokenizer.from_pretrained(folder).chat_template == {"default": MARKED} | NAMED
     assert results(folder)["chat"]["template"] == "the checkpoint's own"
+
+
+def test_a_folder_that_holds_named_chat_templates_takes_them_again(fine_tune, base):
+    options = {"base": with_named_templates(base), "save_strategy": "steps", "save_steps": 1}
+    folder = fine_tune(**options)
+    fine_tune(resume_from_checkpoint="last", **options)
+    assert AutoTokenizer.from_pretrained(folder).chat_template == {"default": MARKED} | NAMED
 
 
 def test_the_one_that_is_trained_is_the_default_wherever_it_comes_from(fine_tune, base, tmp_path):
@@ -344,6 +348,25 @@ def test_named_chat_templates_are_kept_by_the_conversion_there_and_back(tmp_path
     export(tmp_path / "bhyt", tmp_path / "plain", "--force")
     for name in ("bhyt", "plain"):
         assert AutoTokenizer.from_pretrained(tmp_path / name).chat_template == {"default": MARKED} | NAMED
+
+
+def test_a_gguf_files_named_chat_templates_are_read(tmp_path):
+    named = [("add_string", f"tokenizer.chat_template.{name}", template) for name, template in NAMED.items()]
+    write_gguf(tmp_path / "named.gguf", tiny_llama(), extra=named)
+    assert read_gguf(tmp_path / "named.gguf")[1].chat_template == {"default": TEMPLATE} | NAMED
+
+
+@pytest.mark.parametrize("named", [{"../x": "a"}, {"tool_use": 3}, {"tool_use": "\ud800"}])
+def test_a_chat_template_that_could_not_be_saved_again_is_refused_before_the_work(base, fine_tune, tmp_path, named):
+    save_source(tmp_path / "source")
+    for folder in base, tmp_path / "source":
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        listed = [{"name": name, "template": template} for name, template in named.items()]
+        edit_json(folder / "tokenizer_config.json", chat_template=[{"name": "default", "template": MARKED}, *listed])
+    said = f"the chat template {next(iter(named))!r} could not be saved again"
+    assert said in fine_tune(code=2) and not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=re.escape(said)):
+        graft(tmp_path / "source", tmp_path / "graft")
 
 
 def test_a_template_that_computes_with_what_is_not_there_is_one_line(fine_tune, tmp_path):

@@ -7,7 +7,8 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 
-from .render import LICENCE, check_front_matter, licences, read_readme
+from .render import LICENCE, check_front_matter, licences, read_readme, state_licence
+from .validation import ask_the_hub
 
 
 UNKNOWN = "unknown"
@@ -39,8 +40,6 @@ def settle_licence(found: dict, given: str | None, former: Path, to_push: bool) 
         ValueError: flag and card contradict each other; or an upload under a licence that nobody named, or with a card
             that the Hub would refuse.
     """
-    if to_push:
-        check_front_matter(read_readme(former) or "")
     _, own = licences(former)
     if given and own.get("license") not in (None, given):
         raise ValueError(
@@ -52,9 +51,26 @@ def settle_licence(found: dict, given: str | None, former: Path, to_push: bool) 
         raise ValueError(
             f"push_to_hub: the licence is unknown, as the card of what this is made from says none: {SAY_IT}"
         )
+    licence = {key: found.get(key) if given or stated else None for key in LICENCE}
     if given and given != found.get("license"):
-        return dict.fromkeys(LICENCE) | {"license": given}
-    return {key: found.get(key) if given or stated else None for key in LICENCE}
+        licence = dict.fromkeys(LICENCE) | {"license": given}
+    if to_push:
+        _rehearse(former, licence)
+    return licence
+
+
+def _rehearse(former: Path, licence: dict):
+    """Tries, before the work, whether the Hub will take a kept card with this licence; without the Hub as far as can be."""
+    card, _ = state_licence(read_readme(former) or "", licence)
+    try:
+        check_front_matter(card)
+        # That it cannot be reached now says nothing about the end of the work
+        with suppress(HTTPError, OSError):
+            ask_the_hub(card)
+    except ValueError as error:
+        raise ValueError(
+            f"push_to_hub: the card with {former}/README.md and the licence would be refused: {error}"
+        ) from error
 
 
 def licence_words(licence: dict) -> str:

@@ -20,12 +20,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import filter_repo_objects, get_session, hf_raise_for_status, validate_repo_id
+from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
 from checkpoints.command_line import OneLineErrors, one_line_end
 
 from .licence import SAY_IT, check_flag
 from .render import check_front_matter, merge_card, state_licence
+from .validation import ask_the_hub
 
 
 # What training leaves in a folder and nobody needs to load a model. training_args.bin may hold a token in clear;
@@ -163,7 +164,7 @@ def card_to_publish(folder: Path, licence: str | None = None) -> str:
     card = file.read_text(encoding="utf-8-sig")
     try:
         check_front_matter(card)
-        card, stated = state_licence(card, licence)
+        card, stated = state_licence(card, {"license": licence})
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
     if stated is None:
@@ -208,7 +209,7 @@ def publish(
             api.create_branch(name, branch=revision, exist_ok=True)
         parent = api.model_info(name, revision=revision).sha
         assert parent is not None
-        merged = merge_card(card, _remote_card(api, name, parent))
+        merged = _merged_with_remote(api, card, name, parent)
         stale = stale_files(_files_there(api, name, parent), files)
         operations = [
             *(CommitOperationDelete(path, is_folder=False) for path in stale),
@@ -237,19 +238,24 @@ def publish_command(
 
 
 def _validate(api: HfApi, card: str, folder: Path):
-    """Asks the Hub about a card as it stands: huggingface_hub's own reading of it knows less than the Hub."""
-    answer = get_session().post(f"{api.endpoint}/api/validate-yaml", json={"repoType": "model", "content": card})
-    if answer.status_code == 400:
-        raise ValueError(f"{folder}/README.md: the Hub refuses its front matter: {' '.join(answer.text.split())}")
-    hf_raise_for_status(answer)
+    try:
+        ask_the_hub(card, api.endpoint)
+    except ValueError as error:
+        raise ValueError(f"{folder}/README.md: {error}") from error
 
 
-def _remote_card(api: HfApi, repository: str, revision: str | None) -> str | None:
+def _merged_with_remote(api: HfApi, card: str, repository: str, revision: str) -> str:
+    """The card with what a user wrote into the one on the Hub."""
     try:
         file = api.hf_hub_download(repository, "README.md", revision=revision)
-    except (EntryNotFoundError, RevisionNotFoundError, RepositoryNotFoundError):
-        return None
-    return Path(file).read_text(encoding="utf-8-sig")
+    except EntryNotFoundError:
+        return card
+    try:
+        return merge_card(card, Path(file).read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(
+            f"{repository}: its README.md on the Hub would be kept, but {error}: mend it there"
+        ) from error
 
 
 def _reason(error: Exception) -> str:

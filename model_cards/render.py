@@ -87,12 +87,13 @@ def _parts(card: str) -> tuple[dict, str]:
     return data, card[found.end() :]
 
 
-def state_licence(card: str, licence: str | None) -> tuple[str, str | None]:
-    """(the card, its licence): `licence` is put into a card that states none."""
+def state_licence(card: str, licence: dict) -> tuple[str, str | None]:
+    """(the card, its `license`): `licence`, by the keys of LICENCE, is put into a card that states none."""
     data, text = _parts(card)
-    if licence is None or data.get("license") is not None:
+    given = {key: value for key, value in licence.items() if value is not None}
+    if not given or data.get("license") is not None:
         return card, data.get("license")
-    return _card(data | {"license": licence}, text.lstrip("\n")), licence
+    return _card(data | given, text.lstrip("\n")), given["license"]
 
 
 def check_front_matter(card: str):

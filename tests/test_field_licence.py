@@ -247,7 +247,7 @@ def test_a_card_says_of_norms_adapters_and_exports_what_is_so():
 
 
 def test_a_card_that_the_hub_would_refuse_is_named_before_the_work_whose_result_is_to_be_uploaded(
-    tmp_path, conversion, no_upload
+    tmp_path, conversion, no_upload, monkeypatch
 ):
     save_source(tmp_path / "source")
     (tmp_path / "out").mkdir()
@@ -255,3 +255,15 @@ def test_a_card_that_the_hub_would_refuse_is_named_before_the_work_whose_result_
     words = ["graft", tmp_path / "source", tmp_path / "out", *QUICK, "--overwrite", "--license", "mit"]
     code, printed = conversion(*words, "--push_to_hub", "someone/model")
     assert code == 2 and "tags: 1, which is no text: put it in quotes" in printed.err and not no_upload
+    (tmp_path / "out" / "README.md").write_text("Mine.\n")
+    asked = []
+
+    def refuse(card):
+        asked.append(card)
+        raise ValueError("the Hub refuses its front matter: license must be one of a list")
+
+    monkeypatch.setattr("model_cards.licence.ask_the_hub", refuse)
+    code, printed = conversion(*words, "--push_to_hub", "someone/model")
+    assert code == 2 and "license must be one of a list" in printed.err and not no_upload
+    assert asked == ["---\nlicense: mit\n---\n\nMine.\n"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["README.md"]

@@ -139,3 +139,13 @@ def test_the_command_that_goes_on_can_be_typed_as_it_stands(hub, tmp_path):
     hub.fail("/commit/", 403)
     with pytest.raises(ValueError, match=r"publish '.*/my model' someone/model --license mit` goes on"):
         publish(folder, "someone/model", licence="mit")
+
+
+def test_a_card_on_the_hub_that_cannot_be_kept_is_named_and_nothing_is_uploaded(hub, tmp_path):
+    folder = folder_of(tmp_path / "out", "config.json", "model.safetensors")
+    hub.files["README.md"] = theirs = b"---\nlicense: [\n---\n"
+    with pytest.raises(
+        ValueError, match="someone/model: its README.md on the Hub would be kept, but .*: mend it there"
+    ):
+        publish(folder, "someone/model")
+    assert hub.files == {"README.md": theirs}

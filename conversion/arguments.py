@@ -373,7 +373,7 @@ commands:
   graft SOURCE OUTPUT           replace the RMSNorms before attention and MLP of a Llama checkpoint by BHyT
   heal MODEL OUTPUT --teacher SOURCE --heal_tokens N
                                 train the graft against the logits of its source
-  export MODEL OUTPUT           make a plain Llama checkpoint of it, for llama.cpp, vLLM and TGI
+  export MODEL OUTPUT           make a plain Llama checkpoint of it, for runtimes that know no other
   verify MODEL --source SOURCE  recompute the figures of its report
 
 `python -m conversion COMMAND --help` says more. Exit codes: 0 done, 1 a budget was missed or a figure differs, 2 bad

@@ -26,6 +26,10 @@ def fine_tuned_card(
         licence_words=licence_words(base),
         data_licences=[(part["name"], part["license"]) for part in results["data"].values()],
         has_perplexity=bool(results["before"]["perplexity"]),
+        # Results of version 0.1.0 have none
+        held_out=[
+            (name, cut["protocol"]) for name, cut in results["before"]["perplexity"].items() if "protocol" in cut
+        ],
         base_model=base["name"] if on_hub else None,
         datasets=[part["hub_id"] for part in results["data"].values() if part["hub_id"]],
         tags=["sft", "trl", *(["bhyt", "custom_code"] if is_bhyt else [])],

@@ -91,13 +91,13 @@ def prepare(arguments: ChatArguments, training: SFTConfig, model_arguments: Mode
     base = read_base(model_arguments, training)
     folder = Path(training.output_dir)
     base.licence = settle_licence(read_licence(base.folder), arguments.license, folder, to_push)
-    windows = text_of_proof(arguments, base.tokenizer)
+    held_out = text_of_proof(arguments, base.tokenizer)
     chat = choose_chat(base.tokenizer, training.chat_template_path)
     # The trainer would read the file again, and over what was made of it; one without .jinja it takes for a Hub id
     training.chat_template_path = None
     texts = read_texts(arguments, training, chat)
     proof = Proof(
-        windows,
+        held_out,
         texts[1][2].dataset if len(texts) > 1 else None,
         arguments.questions,
         arguments.max_answer_tokens,

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from evaluation.answers import answer, reply_loss
-from evaluation.perplexity import named_part, perplexity, read_documents, text_windows
+from evaluation.perplexity import cut_text, named_part, perplexity, protocol, read_documents
 
 from .arguments import ChatArguments
 from .base import Base
@@ -21,10 +21,18 @@ from .chat import Chat
 
 
 @dataclass
+class HeldOutText:
+    """Windows of a text, and the protocol by which it was cut."""
+
+    windows: Tensor
+    protocol: dict
+
+
+@dataclass
 class Proof:
     """The questions, the same before and after: texts in windows, conversations, and what is asked."""
 
-    windows: dict[str, Tensor]
+    texts: dict[str, HeldOutText]
     conversations: Dataset | None
     questions: list[str]
     max_answer_tokens: int
@@ -36,7 +44,7 @@ class Proof:
         """What the figures of `base` depend on, as one word."""
         asked = [base.fingerprint, self.questions, self.max_answer_tokens, self.chat.training_template, self.bf16]
         # How answers are given is part of the question: older ones followed the checkpoint's penalties
-        asked += ["greedy", {name: windows.tolist() for name, windows in self.windows.items()}]
+        asked += ["greedy", {name: text.windows.tolist() for name, text in self.texts.items()}]
         asked += [list(self.conversations or [])]
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
@@ -53,9 +61,10 @@ class Proof:
         """Figures of a model: perplexity of each text, loss on the conversations' replies, answers."""
         figures: dict = {"perplexity": {}, "replies": None, "answers": []}
         with self._ready(model):
-            for text, windows in self.windows.items():
-                found = perplexity(model, windows, self.batch_size)
-                figures["perplexity"][text] = asdict(found) | {"perplexity": found.perplexity}
+            for name, text in self.texts.items():
+                found = perplexity(model, text.windows, self.batch_size)
+                stated = {"perplexity": found.perplexity, "protocol": text.protocol}
+                figures["perplexity"][name] = asdict(found) | stated
             if self.conversations is not None:
                 figures["replies"] = asdict(reply_loss(model, list(self.conversations), self.batch_size))
             if self.max_answer_tokens:
@@ -69,7 +78,7 @@ class Proof:
         return {"question": question, "answer": reply}
 
 
-def text_of_proof(arguments: ChatArguments, tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor]:
+def text_of_proof(arguments: ChatArguments, tokenizer: PreTrainedTokenizerBase) -> dict[str, HeldOutText]:
     """Windows of every text of `perplexity_data`, by its file's name. Before the tokenizer learns to chat: its EOS joins
     documents.
 
@@ -80,11 +89,13 @@ def text_of_proof(arguments: ChatArguments, tokenizer: PreTrainedTokenizerBase) 
     names = [Path(named_part(path)[0]).name for path in arguments.perplexity_data]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"perplexity_data names two texts {min(twice)}: give one of them another name")
-    windows = {}
+    texts = {}
     for name, path in zip(names, arguments.perplexity_data):
         documents = read_documents(path)
         try:
-            windows[name] = text_windows(tokenizer, documents, length, count)
+            windows, num_left_over = cut_text(tokenizer, documents, length, count)
         except ValueError as error:
             raise ValueError(f"perplexity_data {path}: {error}") from error
-    return windows
+        stated = protocol(tokenizer, windows) | {"first_window": 0, "num_left_over_tokens": num_left_over}
+        texts[name] = HeldOutText(windows, stated)
+    return texts

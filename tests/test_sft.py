@@ -75,7 +75,9 @@ def test_before_and_after_are_measured_and_written_down(fine_tune, tmp_path, row
     assert found["after"]["replies"]["loss"] < found["before"]["replies"]["loss"]
     assert found["data"]["data"]["num_kept"] == 8 and found["recipe"]["learning_rate"] == 1e-2
     assert found["base"]["name"] == "base" and str(tmp_path) not in json.dumps(found)
-    assert "| perplexity, text.txt |" in (folder / "README.md").read_text(encoding="utf-8")
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    assert "| perplexity, text.txt |" in card and "| text.txt | 2 of 64 tokens |" in card
+    assert found["before"]["perplexity"]["text.txt"]["protocol"]["num_left_over_tokens"] > 0
     assert (folder / "training_log.csv").read_text().startswith("step,epoch,") and (
         folder / "training_log.png"
     ).is_file()

@@ -121,7 +121,7 @@ def fine_tune(
     state = PartialState()
     if state.is_main_process:
         show(summary, "Fine-tuning")
-        blank = blank_figures(run.proof.windows, run.proof.conversations is not None)
+        blank = blank_figures(run.proof.texts, run.proof.conversations is not None)
         results = run.results(summary, TrainerState(), blank, blank, 0.0)
         rehearse(trainer, run.base, run.chat, arguments, results)
     if arguments.dry_run:

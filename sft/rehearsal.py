@@ -22,6 +22,7 @@ from model_cards.render import read_readme
 from .arguments import ChatArguments
 from .base import Base
 from .chat import PROBE, Chat
+from .proof import HeldOutText
 from .results import result_rows
 from .saving import carried_files, own_outputs, saved_dtype
 from .trainer import ChatTrainer
@@ -79,10 +80,11 @@ def check_room(folder: Path, model: nn.Module, base: Base, arguments: ChatArgume
         )
 
 
-def blank_figures(windows: dict, has_conversations: bool) -> dict:
+def blank_figures(texts: dict[str, HeldOutText], has_conversations: bool) -> dict:
     """Figures of the shape that Proof.measure gives, before anything was measured."""
     replies = {"loss": 1.0, "first_token_accuracy": 1.0} if has_conversations else None
-    return {"perplexity": {text: {"perplexity": 1.0} for text in windows}, "replies": replies, "answers": []}
+    blank = {name: {"perplexity": 1.0, "protocol": text.protocol} for name, text in texts.items()}
+    return {"perplexity": blank, "replies": replies, "answers": []}
 
 
 @contextmanager

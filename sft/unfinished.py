@@ -92,5 +92,5 @@ def trained_weights_stay(folder: Path) -> Iterator[None]:
     except BAD_INPUT as error:
         raise ValueError(f"{error}; {stay}") from error
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RuntimeError(f"{text}; {stay}") from error
+        text = " ".join(": ".join(part for part in (type(error).__name__, str(error)) if part).split())
+        raise (MemoryError if isinstance(error, MemoryError) else RuntimeError)(f"{text}; {stay}") from error

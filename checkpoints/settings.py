@@ -90,7 +90,7 @@ def repair_generation_config(name: str, settings: GenerationConfig) -> list[str]
     return [f"generation_config.json: unset {', '.join(dropped)}, which its own mode of generation ignores"]
 
 
-def unsaveable(name, error: ValueError) -> ValueError:
+def unsaveable(name, error: Exception) -> ValueError:
     reason = " ".join(str(error).split())
     return ValueError(f"{name}: generation_config.json would not be saved again; mend it first: {reason}")
 

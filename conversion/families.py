@@ -73,6 +73,8 @@ def llama_config(stated: dict, folder: Path) -> tuple[LlamaConfig, PretrainedCon
             f"{folder} has model_type {model_type!r}: {reason}; llama, mistral and qwen2 (without sliding window) can be grafted"
         )
     own = read_config(folder)
+    if own.num_attention_heads < 1:
+        raise ValueError(f"{folder} says num_attention_heads = {own.num_attention_heads}, where 1 or more should be")
     refuse_lookalike(stated, own, folder)
     if model_type != "llama":
         _refuse_sliding_window(own, folder)

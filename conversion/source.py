@@ -214,9 +214,19 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
     if not (folder / "generation_config.json").is_file():
         return None
     try:
-        return GenerationConfig.from_pretrained(folder)
-    except ValueError as error:
+        settings = GenerationConfig.from_pretrained(folder)
+        _check_kinds(settings)
+        return settings
+    except (ValueError, TypeError, AttributeError) as error:
         raise unsaveable(folder, error) from error
+
+
+def _check_kinds(settings: GenerationConfig):
+    """Raises TypeError where a setting is of a kind that its check cannot compare, and passes over what that check refuses."""
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        pass
 
 
 def _download(repository: str) -> Path:
@@ -241,7 +251,8 @@ def _read_config(folder: Path) -> tuple[dict, LlamaConfig, PretrainedConfig]:
         raise ValueError(f"{folder} has no config.json: give the folder of a Llama checkpoint")
     values = read_json(folder / "config.json")
     if values.get("quantization_config"):
-        method = values["quantization_config"].get("quant_method", "unknown")
+        stated = values["quantization_config"]
+        method = stated.get("quant_method", "unknown") if isinstance(stated, dict) else stated
         raise ValueError(f"{folder} is quantised ({method}): dequantise it, or start from the original checkpoint")
     return values, *llama_config(values, folder)
 

@@ -213,6 +213,7 @@ def test_stray_safetensors_are_not_downloaded(tmp_path, monkeypatch, sharded):
         {"auto_map": 3, "head_dim": 10**30},
         {"dtype": "float7"},
         {"max_position_embeddings": "long"},
+        {"quantization_config": 3},
     ],
     ids=str,
 )
@@ -225,3 +226,16 @@ def test_an_impossible_config_is_one_sentence(tmp_path, monkeypatch, capsys, fie
     assert end.value.code == 2 and not (tmp_path / "out").exists()
     said = capsys.readouterr().err
     assert said.splitlines()[-1].startswith("error: ") and "Traceback" not in said
+
+
+@pytest.mark.parametrize("fields", [{"pad_token_id": "x"}, {"max_new_tokens": {"a": 1}}], ids=str)
+def test_settings_of_generation_of_another_kind_are_one_sentence(tmp_path, fields):
+    save_source(tmp_path)
+    edit_json(tmp_path / "generation_config.json", **fields)
+    assert "generation_config.json would not be saved again; mend it first" in refusal(tmp_path)
+
+
+def test_a_qwen2_without_heads_is_one_sentence(tmp_path):
+    save_family(tmp_path, Qwen2ForCausalLM, Qwen2Config)
+    edit_json(tmp_path / "config.json", num_attention_heads=0)
+    assert "num_attention_heads = 0" in refusal(tmp_path)

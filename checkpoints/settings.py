@@ -76,6 +76,8 @@ def repair_generation_config(name: str, settings: GenerationConfig) -> list[str]
     try:
         settings.validate(strict=True)
         return []
+    except TypeError as error:
+        raise unsaveable(name, error) from error
     except ValueError:
         unused: tuple[str, ...] = () if settings.do_sample else SAMPLING_SETTINGS
         unused += BEAM_SETTINGS if settings.num_beams in (None, 1) else ()

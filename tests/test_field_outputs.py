@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 
+import kills
 import pytest
 import yaml
 from test_graft import QUICK, save_source
@@ -356,3 +357,19 @@ def test_what_a_killed_run_left_is_named_and_an_earlier_folder_put_back(graft, t
     assert code == 2 and "out was put back from" in error and "OUTPUT out exists" in error
     assert all(f"{tmp_path / name} is left of a run" in error for name in (".out.abcdefgh", ".out.ijklmno_"))
     assert contents(tmp_path / "out") == before and error.count("is left of a run") == 2
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_a_run_killed_at_either_move_loses_no_folder(moves, tmp_path):
+    kills.prepare(tmp_path)
+    earlier = kills.remember(tmp_path)
+    process = kills.graft_in_a_fork(tmp_path, "--overwrite", before=lambda: kills.kill_after(moves))
+    assert kills.wait_for(process) == -signal.SIGKILL
+    found = kills.check_what_stands(tmp_path, earlier)
+    assert found == ["before them", "between the moves", "after them"][moves] + ", staging left"
+
+
+def test_runs_killed_at_random_moments_lose_no_folder(tmp_path):
+    """Three of them; `python tests/kills.py` kills twenty."""
+    kills.prepare(tmp_path)
+    assert sum(kills.random_kills(tmp_path, 3).values()) == 3

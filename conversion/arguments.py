@@ -358,10 +358,10 @@ def parse(kind: type[Arguments], words: list[str]) -> Arguments:
 def _read_yaml(path: str, kind: type) -> dict:
     try:
         values = yaml.safe_load(Path(at_home(path)).read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         fail(f"{path} cannot be read as YAML: {error}")
     known = {f.name for f in fields(kind)} - {"config"}
-    if not isinstance(values, dict) or (unknown := sorted(set(values) - known)):
+    if not isinstance(values, dict) or (unknown := sorted(map(str, set(values) - known))):
         what = f"unknown key {unknown[0]!r}" if isinstance(values, dict) else "not a mapping of keys to values"
         fail(f"{path}: {what}; known keys are {', '.join(sorted(known))}")
     return values

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import UnionType
+from typing import Union, get_args, get_origin, get_type_hints
 
 import torch
 import yaml
@@ -140,6 +142,46 @@ class OneLineParser(OneLineErrors, TrlParser):
     pass
 
 
+def _check_recipe(words: list[str], kinds: list[type]):
+    """Refuses a recipe whose values are not of their options' types; TRL takes them as they stand.
+
+    Raises:
+        ValueError: the first such value, or a file that holds no mapping of names.
+    """
+    if "--config" not in words:
+        return
+    place = words[words.index("--config") + 1 :][:1]
+    if not place:
+        raise ValueError("--config names no file: give a recipe, as in --config recipe.yaml")
+    try:
+        recipe = yaml.safe_load(Path(place[0]).read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{place[0]} cannot be read as YAML: {error}") from error
+    if not isinstance(recipe, dict) or not all(isinstance(name, str) for name in recipe):
+        raise ValueError(f"{place[0]} is not a mapping of names to values")
+    for kind in kinds:
+        for name, hint in get_type_hints(kind).items():
+            if name in recipe and not _is_of(recipe[name], hint):
+                wanted = hint.__name__ if isinstance(hint, type) else str(hint)
+                raise ValueError(f"{place[0]}: {name} is {recipe[name]!r}, and should be {wanted}")
+
+
+def _is_of(value, hint) -> bool:
+    """Whether a YAML value is of an option's type. A text is parsed as a flag's would be, so it always is."""
+    if isinstance(value, str):
+        return True
+    if get_origin(hint) in (Union, UnionType):
+        return any(_is_of(value, part) for part in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_is_of(item, part) for item in value for part in get_args(hint))
+    kind = get_origin(hint) or hint
+    if not isinstance(kind, type):
+        return True
+    if isinstance(value, bool) and kind in (int, float):
+        return False
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
 def parse(words: list[str]) -> tuple[ChatArguments, SFTConfig, ModelConfig]:
     """Flags over the YAML of `--config` over the defaults. Exits with 2 and one line on any bad input."""
     kinds: list = [ChatArguments, SFTConfig, ModelConfig]
@@ -149,6 +191,7 @@ def parse(words: list[str]) -> tuple[ChatArguments, SFTConfig, ModelConfig]:
     if not torch.accelerator.is_available():
         parser.set_defaults(use_cpu=True, bf16=False)
     try:
+        _check_recipe(words, kinds)
         chat, training, model = parser.parse_args_and_config(words)
         if _is_given("data", words) and not _is_given("data_license", words):
             # A recipe names the licence of its own data, not of what is trained on in its place

@@ -21,8 +21,40 @@ from faults import Faults, Scenario, run, snapshot
 
 
 MEMORY_BYTES, SECONDS = 6 * 2**30, 60
-VALUES = [None, True, False, 0, 1, -1, 3, 2**31, 2**63, -(2**70), 1e308, float("nan"), float("inf"), 1e-320, 0.5, "", "x"]
-VALUES += ["0", "\ud800", "a\x00b", "../..", "\u202e" * 3, [], [1], [None], ["x", 2], {}, {"x": 1}, {"a": {"b": [None]}}, "auto"]
+VALUES = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    3,
+    2**31,
+    2**63,
+    -(2**70),
+    1e308,
+    float("nan"),
+    float("inf"),
+    1e-320,
+    0.5,
+    "",
+    "x",
+]
+VALUES += [
+    "0",
+    "\ud800",
+    "a\x00b",
+    "../..",
+    "\u202e" * 3,
+    [],
+    [1],
+    [None],
+    ["x", 2],
+    {},
+    {"x": 1},
+    {"a": {"b": [None]}},
+    "auto",
+]
 NUMBERS = [0, -1, 1, 7, 63, 2**20, 2**31, 2**40, 1e30, 0.1, "64"]
 
 
@@ -53,7 +85,9 @@ def broken_value(value, chance: random.Random):
         if kind == 0:
             del changed[name]
         elif kind == 1:
-            changed[chance.choice(["x", "", "model_type", "architectures", "auto_map", name + "s"])] = chance.choice(VALUES)
+            changed[chance.choice(["x", "", "model_type", "architectures", "auto_map", name + "s"])] = chance.choice(
+                VALUES
+            )
         elif kind == 2 and isinstance(changed[name], (int, float)):
             changed[name] = chance.choice(NUMBERS)
         else:
@@ -137,15 +171,59 @@ def break_recipe(folder: Path, chance: random.Random):
     file.write_text(yaml.safe_dump(values, allow_unicode=False), encoding="utf-8")
 
 
-TEXT_FREE = {"num_calibration_tokens": 0, "num_report_tokens": 0, "variance_estimator": "uniform_attention", "basis": "original"}
+TEXT_FREE = {
+    "num_calibration_tokens": 0,
+    "num_report_tokens": 0,
+    "variance_estimator": "uniform_attention",
+    "basis": "original",
+}
 TEXT_FREE |= {"attention_lambda": [0.25], "mlp_lambda": [0.25]}
-GRAFT_RECIPE = TEXT_FREE | {"source": "source", "output": "out", "budget": 0.01, "force": True, "kappa": 10.0, "seed": 1, "dtype": "auto"}
-GRAFT_RECIPE |= {"window_length": 16, "batch_size": 2, "max_shard_size": "1MB", "max_memory": ["cpu=4GiB"], "exact_variance_layers": ["0"]}
-GRAFT_RECIPE |= {"save_steps": 5, "learning_rate": 0.01, "train": "norms", "target_lambda": 1.0, "overwrite": False, "heal_text": None}
+GRAFT_RECIPE = TEXT_FREE | {
+    "source": "source",
+    "output": "out",
+    "budget": 0.01,
+    "force": True,
+    "kappa": 10.0,
+    "seed": 1,
+    "dtype": "auto",
+}
+GRAFT_RECIPE |= {
+    "window_length": 16,
+    "batch_size": 2,
+    "max_shard_size": "1MB",
+    "max_memory": ["cpu=4GiB"],
+    "exact_variance_layers": ["0"],
+}
+GRAFT_RECIPE |= {
+    "save_steps": 5,
+    "learning_rate": 0.01,
+    "train": "norms",
+    "target_lambda": 1.0,
+    "overwrite": False,
+    "heal_text": None,
+}
 ROWS = [
-    {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]},
-    {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}], "id": 3},
-    {"messages": [{"role": "user", "content": "q", "name": None}, {"role": "assistant", "content": "a", "weight": 1}], "tools": None},
+    {
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "a"},
+        ]
+    },
+    {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": [{"type": "text", "text": "a"}]},
+        ],
+        "id": 3,
+    },
+    {
+        "messages": [
+            {"role": "user", "content": "q", "name": None},
+            {"role": "assistant", "content": "a", "weight": 1},
+        ],
+        "tools": None,
+    },
 ]
 
 
@@ -214,7 +292,10 @@ def scenarios() -> dict[str, tuple[Scenario, Break]]:
     """What is run on each kind of input, and what breaks that input."""
     plain = _words(TEXT_FREE)
     return {
-        "config": (Scenario("graft", _prepare_source, _conversion(), ["graft", "source", "out", *plain]), break_config),
+        "config": (
+            Scenario("graft", _prepare_source, _conversion(), ["graft", "source", "out", *plain]),
+            break_config,
+        ),
         "safetensors": (
             Scenario("graft", _prepare_source, _conversion(), ["graft", "source", "out", *plain]),
             break_safetensors,
@@ -275,6 +356,7 @@ def main(kind: str, first: str, last: str, place: str):
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent.parent))
     import conftest  # noqa: F401
 
     main(*sys.argv[1:])

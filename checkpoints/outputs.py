@@ -49,27 +49,19 @@ def own_files(folder: Path, older: Iterable[str] = CHECKPOINT_FILES) -> set[Path
     return {file for file in files if file.as_posix() in names or _matches(file.parts[0], patterns)}
 
 
-def strangers(folder: Path, ours: Iterable[str] = CHECKPOINT_FILES, always: Iterable[str] = ()) -> list[Path]:
+def strangers(folder: Path) -> list[Path]:
     """What a folder holds, as paths inside it, that no command of this project wrote: files, links, and whole folders where
-    nothing in them is ours. None in a folder that does not exist.
-
-    ours: as `older` of own_files. always: patterns of names at the top of a folder of ours that are no strangers either, whatever
-    its record says.
-    """
-    own = own_files(folder, ours)
-    patterns = (*NO_STRANGERS, *(always if own is not None else ()))
-    return _strangers(folder, Path(), own or set(), patterns) if folder.is_dir() else []
+    nothing in them is ours. None in a folder that does not exist."""
+    return _strangers(folder, Path(), own_files(folder) or set(), NO_STRANGERS) if folder.is_dir() else []
 
 
-def refuse_strangers(
-    folder: Path, what: str, ours: Iterable[str] = CHECKPOINT_FILES, always: Iterable[str] = ()
-) -> None:
+def refuse_strangers(folder: Path, what: str):
     """Refuses to replace a folder that holds anything which no command of this project wrote; `what` names it to the user.
 
     Raises:
         ValueError: with three of the strangers and how many there are.
     """
-    found = strangers(folder, ours, always)
+    found = strangers(folder)
     if found:
         shown = ", ".join(f"{path}/" if is_folder(folder / path) else str(path) for path in found[:3])
         raise ValueError(

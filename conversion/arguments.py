@@ -121,7 +121,7 @@ class OutputArguments(MeasureArguments):
     output: str = _option("", "The folder to make.")
     budget: float = _option(0.005, "Allowed rise of perplexity on the report's text: 0.005 is half a percent.")
     force: bool = _option(False, "Save even where the budget was missed.")
-    overwrite: bool = _option(False, "Replace OUTPUT if it exists.")
+    overwrite: bool = _option(False, "Replace OUTPUT if it exists and holds only what these commands wrote.")
     dry_run: bool = _option(False, "Check everything, say what would be done, write nothing.")
     max_shard_size: str = _option(AUTO, "Size of a weight file at most, as in 5GB; auto: like the source's largest.")
     push_to_hub: str | None = _option(None, "A Hub id to upload the finished folder to, as in name/model.")
@@ -377,7 +377,7 @@ commands:
   verify MODEL --source SOURCE  recompute the figures of its report
 
 `python -m conversion COMMAND --help` says more. Exit codes: 0 done, 1 a budget was missed or a figure differs, 2 bad
-input."""
+input or no room, 70 what nobody foresaw, 129, 130 and 143 stopped by SIGHUP, Ctrl-C and SIGTERM."""
 
 
 def parse_command(words: list[str]) -> MeasureArguments:

@@ -30,9 +30,11 @@ from .validation import ask_the_hub
 
 
 # What training leaves in a folder and nobody needs to load a model. training_args.bin may hold a token in clear;
-# run.json, before.json and an adapter's settings name folders of one machine
+# run.json, before.json and an adapter's settings name folders of one machine. Folders of version 0.1.0 hold windows in a file
+# that vLLM takes for weights
 NOT_PUBLISHED = """training_args.bin optimizer* scheduler* rng_state* trainer_state.json checkpoint-*/** *.checkpoints/**
-    global_step*/** pytorch_model_fsdp* adapter/** runs/** wandb/** run.json before.json .*""".split()
+    global_step*/** pytorch_model_fsdp* adapter/** runs/** wandb/** run.json before.json
+    conversion_windows.safetensors .*""".split()
 # What would be loaded in place of, or beside, the weights that are uploaded now
 MODEL_WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 ADAPTER = ("adapter_config.json", "adapter_model.*")

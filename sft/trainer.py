@@ -13,12 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from checkpoints.command_line import Ended, Interrupted
+from checkpoints.command_line import Ended, Handlers, Interrupted, handle_signals, restore_signals
 
 from .picture import draw_training
-
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class NotFinite(Ended):
@@ -97,18 +94,16 @@ class StopWhenAsked(TrainerCallback):
         self.accelerator = accelerator
         self.asked_by = 0
         self.stopped_by = 0
-        self._former: dict = {}
+        self._former: Handlers = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
-        wanted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        self._former = {number: signal.signal(number, self._ask) for number in wanted}
+        self._former = handle_signals(self._ask)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.restore()
 
     def restore(self):
-        for number, handler in self._former.items():
-            signal.signal(number, handler)
+        restore_signals(self._former)
         self._former = {}
 
     def _ask(self, number, frame):

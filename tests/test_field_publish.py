@@ -76,6 +76,12 @@ def test_what_the_upload_holds_is_not_deleted(hub, tmp_path):
         assert set(hub.files) == {"config.json", "model.safetensors", "conversion_windows.npz", "README.md"}
 
 
+def test_windows_of_an_older_graft_are_not_uploaded_as_a_second_file_of_weights(hub, tmp_path):
+    folder = folder_of(tmp_path / "out", "config.json", "model.safetensors", "conversion_windows.safetensors")
+    publish(folder, "someone/model")
+    assert set(hub.files) == {"config.json", "model.safetensors", "README.md"}
+
+
 def test_a_push_of_somebody_else_in_between_is_not_overwritten(hub, tmp_path, monkeypatch):
     folder = folder_of(tmp_path / "out", "config.json", "model.safetensors")
     fill(hub, "model-00001-of-00002.safetensors")

@@ -113,7 +113,9 @@ class ChatArguments:
             "choices": DTYPES,
         },
     )
-    overwrite: bool = field(default=False, metadata={"help": "Replace what earlier runs left in output_dir; the rest stays."})
+    overwrite: bool = field(
+        default=False, metadata={"help": "Replace what earlier runs left in output_dir; the rest stays."}
+    )
     fresh_optimizer: bool = field(
         default=False,
         metadata={"help": "Go on from a checkpoint's weights and step, with an optimizer that begins anew."},

@@ -67,7 +67,7 @@ def require_whole(checkpoint: Path, fresh_optimizer: bool = False, remedy: str =
 def flaw(checkpoint: Path, fresh_optimizer: bool = False) -> str | None:
     """What keeps training from going on here, in words that name the file; None for a whole checkpoint.
 
-    fresh_optimizer: optimizer and schedule may be missing, for they are not read.
+    fresh_optimizer: optimizer and schedule may be missing, for they are not read, and random numbers, which begin anew too.
     """
     try:
         if not (checkpoint / STATE_FILE).is_file():
@@ -123,4 +123,7 @@ def _training_flaw(checkpoint: Path, fresh_optimizer: bool) -> str | None:
         return None
     if not [*checkpoint.glob("optimizer.*"), *checkpoint.glob(FSDP_OPTIMIZER)]:
         return f"{checkpoint} lacks its optimizer (optimizer.pt)"
-    return None if (checkpoint / "scheduler.pt").is_file() else f"{checkpoint} lacks scheduler.pt"
+    if not (checkpoint / "scheduler.pt").is_file():
+        return f"{checkpoint} lacks scheduler.pt"
+    # Without them dropout and whatever else is drawn would go on otherwise
+    return None if [*checkpoint.glob("rng_state*.pth")] else f"{checkpoint} lacks its random numbers (rng_state.pth)"

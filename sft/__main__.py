@@ -156,7 +156,8 @@ def complete(run: Run, kept: dict):
         save_json(folder / RESULTS_FILE, results)
         compared = result_rows(results)
         save_fine_tuned_card(folder, results, compared)
-        drop_trained(folder, is_adapter_kept)
+    # The folder is whole: what fails from here on needs no trained weights
+    drop_trained(folder, is_adapter_kept)
     if compared:
         show(compared, "What it did", ("", "before", "after", "change"))
     print(f"{folder} is ready: AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)")
@@ -166,7 +167,8 @@ def finish(arguments: ChatArguments, training: SFTConfig, model_arguments: Model
     """The end of a run whose trained weights stayed."""
     run = prepare(arguments, training, model_arguments, to_push)
     check_same_run(run.folder, run.identity)
-    complete(run, kept)
+    if PartialState().is_main_process:
+        complete(run, kept)
 
 
 def read_texts(arguments: ChatArguments, training: SFTConfig, chat) -> list[tuple[str, Conversations, Tokenized]]:

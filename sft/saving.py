@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def check_place(training: SFTConfig, arguments: ChatArguments, base: str):
         return
     if (folder / ".unfinished.json").is_file():
         raise ValueError(
-            f"output_dir {folder} holds trained weights: `python -m sft finish {folder}` finishes them, --overwrite trains anew"
+            f"output_dir {folder} holds trained weights: `python -m sft finish {shlex.quote(str(folder))}` finishes them, --overwrite trains anew"
         )
     raise ValueError(
         f"output_dir {folder} is not empty: choose another, go on with --resume_from_checkpoint last, or replace it "

@@ -4,6 +4,7 @@
 """
 
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,7 +80,7 @@ def trained_state(kept: dict) -> TrainerState:
 
 
 def finish_command(folder: Path) -> str:
-    return f"python -m sft finish {folder}"
+    return shlex.join(["python", "-m", "sft", "finish", str(folder)])
 
 
 @contextmanager

@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from chat_bases import save_base
@@ -24,6 +26,7 @@ from sft.lock import only_run
 from sft.proof import Proof
 from sft.saving import BEGUN
 from sft.trainer import ChatTrainer
+from sft.unfinished import finish_command
 
 
 LORA = {"use_peft": True, "lora_r": 4}
@@ -108,6 +111,19 @@ def test_where_the_end_fails_the_trained_weights_stay_and_the_printed_command_fi
     for key in ("data", "chat", "summary", "before", "after", "files"):
         assert results(out)[key] == results(whole)[key], key
     assert results(out)["training"]["num_steps"] == results(whole)["training"]["num_steps"]
+
+
+def test_a_finished_run_whose_leftovers_stay_does_not_send_the_user_to_finish(fine_tune, monkeypatch, tmp_path):
+    import sft.__main__
+
+    fails_once(monkeypatch, sft.__main__, "drop_trained", PermissionError(13, "Permission denied"))
+    error = fine_tune(code=2)
+    assert "Permission denied" in error and "finish" not in error
+    assert (tmp_path / "out" / "results.json").is_file()
+
+
+def test_the_command_that_finishes_can_be_typed_as_it_stands():
+    assert shlex.split(finish_command(Path("my run")))[-1] == "my run"
 
 
 def test_a_signal_in_the_last_step_leaves_what_finish_goes_on_from(fine_tune, finish, tmp_path, monkeypatch):

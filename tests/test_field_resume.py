@@ -95,7 +95,7 @@ def checkpoint_of(folder, *files: str):
 FSDP = ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "scheduler.pt", "rng_state_0.pth"]
 LAYOUTS = {
     "fsdp, shares": FSDP,
-    "fsdp, whole": ["pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.pt"],
+    "fsdp, whole": ["pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.pt", "rng_state_0.pth"],
     "deepspeed": ["global_step1/zero_pp_rank_0_mp_rank_00_optim_states.pt", "global_step1/mp_rank_00_model_states.pt"],
 }
 
@@ -112,6 +112,14 @@ def test_checkpoints_of_fsdp_and_deepspeed_are_whole_and_named_where_cut_off(tmp
         else:
             cut(broken / name)
             assert f"{broken / name} is damaged" in flaw(broken)
+
+
+def test_a_checkpoint_without_random_numbers_is_named(tmp_path):
+    files = ("model.safetensors.index.json", "optimizer.pt", "scheduler.pt")
+    folder = checkpoint_of(tmp_path / "checkpoint-1", *files)
+    (folder / files[0]).write_text(json.dumps({"weight_map": {}}))
+    assert flaw(folder) == f"{folder} lacks its random numbers (rng_state.pth)"
+    assert flaw(folder, fresh_optimizer=True) is None
 
 
 def test_a_missing_share_of_the_weights_is_named(tmp_path):

@@ -125,3 +125,14 @@ def _read(record: Path) -> dict:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def remove_leftover(place: Path):
+    """Removes a file or a folder that a finished run needs no longer. What cannot be removed is named: the run is finished."""
+    try:
+        if place.is_dir():
+            shutil.rmtree(place)
+        else:
+            place.unlink(missing_ok=True)
+    except OSError as error:
+        print(f"{place} is no longer needed, but could not be removed ({error}): remove it")

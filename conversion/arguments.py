@@ -80,7 +80,8 @@ class MeasureArguments:
             if not getattr(self, name):
                 raise ValueError(f"{name.upper()} is missing: {self.usage()}")
         # The same memory map as accelerate takes: numbers are accelerators
-        pairs = [pair.partition("=") for pair in self.max_memory]
+        given = self.max_memory if isinstance(self.max_memory, list) else [self.max_memory]
+        pairs = [str(pair).partition("=") for pair in given]
         if bad := [device + sign + size for device, sign, size in pairs if not (device and size)]:
             raise ValueError(f"max_memory names {bad[0]!r}: give a device and a size, as in cpu=60GiB")
         memory = {int(device) if device.isdecimal() else device: size for device, _, size in pairs}

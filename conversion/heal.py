@@ -1,6 +1,6 @@
 """Heals a graft: trains it against the logits of its source, mean KL(source || graft) over the tokens of a text."""
 
-import shutil
+import contextlib
 from pathlib import Path
 from statistics import median
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from checkpoints.outputs import is_folder
+from checkpoints.outputs import is_folder, remove_leftover
 from checkpoints.resume import NAME, checkpoints, last_checkpoint
 from checkpoints.weights import StoredTensors, weight_files
 from evaluation.perplexity import input_device
@@ -177,8 +177,9 @@ def remove_checkpoints(arguments: HealingArguments):
     """Removes what a finished healing would have resumed from: the trainer's own folders alone."""
     folder = checkpoints_folder(arguments)
     for checkpoint in _checkpoint_folders(folder):
-        shutil.rmtree(checkpoint)
-    if folder.is_dir() and not any(folder.iterdir()):
+        remove_leftover(checkpoint)
+    with contextlib.suppress(OSError):
+        # Gone only where nothing else is in it
         folder.rmdir()
 
 

@@ -253,7 +253,10 @@ def _as_llamas(tensors: Mapping[str, Tensor], config: LlamaConfig, own: Pretrain
 
 def _make_portable(tokenizer: PreTrainedTokenizerBase, config: LlamaConfig):
     """A finite model_max_length, and no trace of where the files lay."""
-    tokenizer.model_max_length = min(tokenizer.model_max_length, config.max_position_embeddings)
+    stated = tokenizer.model_max_length
+    if isinstance(stated, bool) or not isinstance(stated, (int, float)):
+        raise ValueError(f"tokenizer_config.json says model_max_length = {stated!r}: give a number of tokens")
+    tokenizer.model_max_length = min(stated, config.max_position_embeddings)
     for leftover in ("is_local", "local_files_only", "name_or_path", "gguf_file"):
         tokenizer.init_kwargs.pop(leftover, None)
     for leftover in ("_name_or_path", "_model_name_or_path"):

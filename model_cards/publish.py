@@ -2,9 +2,10 @@
 
 import argparse
 import json
+import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -59,13 +60,24 @@ def files_to_publish(folder: Path) -> list[Path]:
     Raises:
         ValueError: a file that may not go there: a token in it, a folder of this machine, or more than the Hub takes.
     """
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    names = sorted(path.relative_to(folder).as_posix() for path in _files_in(folder))
     files = [Path(name) for name in filter_repo_objects(names, ignore_patterns=NOT_PUBLISHED)]
     if not any(file.name in ("config.json", "adapter_config.json") for file in files):
         raise ValueError(f"{folder} holds no checkpoint: name the folder of a finished model")
     for file in files:
         _check(folder / file, file)
     return files
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    """Every file below a folder; unlike rglob it does not take a folder that may not be listed for an empty one."""
+
+    def stop(error: OSError):
+        raise error
+
+    for place, folders, names in os.walk(folder, onerror=stop):
+        folders.sort()
+        yield from (path for name in names if (path := Path(place) / name).is_file())
 
 
 def _check(path: Path, file: Path):

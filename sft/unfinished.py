@@ -14,6 +14,7 @@ from accelerate.state import PartialState
 from transformers.trainer_callback import TrainerState
 
 from checkpoints.command_line import BAD_INPUT, Ended
+from checkpoints.outputs import remove_leftover
 from checkpoints.weights import read_json
 
 from .saving import save_json
@@ -45,14 +46,19 @@ def keep_trained(trainer: ChatTrainer, folder: Path, words: list[str], facts: di
 
 
 def drop_trained(folder: Path, is_adapter_kept: bool):
-    """Ends a finished run; an adapter that was merged stays in adapter/."""
-    (folder / TRAINED_FILE).unlink()
+    """Ends a finished run; an adapter that was merged stays in adapter/.
+
+    As long as both the weights and their file are there, the run can be finished again; once one is gone it is finished, and what
+    cannot be removed of the other is named.
+    """
     if is_adapter_kept:
         shutil.rmtree(folder / "adapter", ignore_errors=True)
         (folder / TRAINED / "training_args.bin").unlink(missing_ok=True)
         (folder / TRAINED).replace(folder / "adapter")
+        remove_leftover(folder / TRAINED_FILE)
     else:
-        shutil.rmtree(folder / TRAINED)
+        (folder / TRAINED_FILE).unlink()
+        remove_leftover(folder / TRAINED)
 
 
 def take_up(words: list[str]) -> tuple[dict, list[str]]:

@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -202,11 +202,20 @@ def _failing(function: Callable, place: int, error: Callable[[int, str], Excepti
     return write
 
 
-def _leave_a_part(path: str):
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """What is done to files within the block is none of the command's operations."""
     global _active
     faults, _active = _active, None
-    Path(path).write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{")
-    _active = faults
+    try:
+        yield
+    finally:
+        _active = faults
+
+
+def _leave_a_part(path: str):
+    with aside():
+        Path(path).write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{")
 
 
 @dataclass
@@ -214,6 +223,8 @@ class Scenario:
     """A command, and the folder that it is run in, made by `prepare`.
 
     `may_remain`: patterns of what may be there after a failure, as an interrupted training goes on from it.
+    `others`: patterns of files that belong to a library.
+    `go_on`: the words with which such a run must then come to a whole end.
     """
 
     name: str
@@ -221,7 +232,9 @@ class Scenario:
     main: Callable[[], None]
     words: list[str]
     may_remain: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     grad: bool = False
+    go_on: Callable[["End"], list[str]] | None = None
 
 
 @dataclass
@@ -310,6 +323,11 @@ class Trial:
             problem = f"ended with {end.code!r}"
         if problem is None and end.code != 0 and (len(end.lines) != 1 or "Traceback" in end.errors):
             problem = f"said {end.errors[-300:]!r}"
+        if problem is None and end.code != 0 and self.scenario.go_on is not None:
+            again = run(replace(self.scenario, words=self.scenario.go_on(end)), self.folder, Faults(str(self.folder)))
+            differing = sorted(name for name in self.whole.files.keys() - again.files.keys())
+            if again.code != 0 or differing:
+                problem = f"went on to {again.code!r} {again.lines}, without {differing[:5]}"
         said = end.lines[-1] if end.lines else ""
         return problem and f"{kind} {at}: {end.faults.failed[0]}: {problem} [{end.code!r} {said}]"
 
@@ -331,5 +349,7 @@ class Trial:
         """Staging whose removal was what failed, and what the scenario allows after a failure."""
         if end.faults.removal_failed and (name.startswith(".") or "/." in name):
             return True
-        patterns = self.scenario.may_remain if end.code != 0 or end.faults.removal_failed else ()
+        patterns = self.scenario.others
+        if end.code != 0 or end.faults.removal_failed:
+            patterns += self.scenario.may_remain
         return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)

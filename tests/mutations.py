@@ -1,7 +1,7 @@
 """Inputs that are broken in every way that files are, from fixed seeds; and one process that runs the commands on them.
 
-The process has a limit on its memory, and each run one on its time. `python tests/mutations.py KIND FIRST LAST FOLDER` runs the mutations
-FIRST to LAST - 1 of KIND in FOLDER, and prints one JSON line each with what is wrong with its end, or null.
+The process has a limit on its memory, and each run one on its time. `python tests/mutations.py FIRST LAST FOLDER KINDS`
+runs the mutations FIRST to LAST - 1 of each kind in FOLDER, and prints one JSON line each with what is wrong, or null.
 """
 
 import faulthandler
@@ -107,7 +107,15 @@ def broken_value(value, chance: random.Random):
     return chance.choice(VALUES)
 
 
+def nested(chance: random.Random) -> bytes:
+    """JSON and YAML deeper than a reader's stack."""
+    return chance.choice([b"[", b'{"a":']) * 100_000
+
+
 def break_json(file: Path, chance: random.Random):
+    if chance.random() < 0.02:
+        file.write_bytes(nested(chance))
+        return
     if chance.random() < 0.2:
         file.write_bytes(broken_bytes(file.read_bytes(), chance))
         return
@@ -149,6 +157,9 @@ def break_gguf(folder: Path, chance: random.Random):
 
 def break_rows(folder: Path, chance: random.Random):
     file = folder / "rows.jsonl"
+    if chance.random() < 0.02:
+        file.write_bytes(file.read_bytes() + b"\n" + nested(chance))
+        return
     if chance.random() < 0.3:
         file.write_bytes(broken_bytes(file.read_bytes(), chance))
         return
@@ -162,6 +173,9 @@ def break_rows(folder: Path, chance: random.Random):
 
 def break_recipe(folder: Path, chance: random.Random):
     file = folder / "recipe.yaml"
+    if chance.random() < 0.02:
+        file.write_bytes(b"output: " + nested(chance))
+        return
     if chance.random() < 0.25:
         file.write_bytes(broken_bytes(file.read_bytes(), chance))
         return
@@ -291,6 +305,8 @@ Break = Callable[[Path, random.Random], None]
 def scenarios() -> dict[str, tuple[Scenario, Break]]:
     """What is run on each kind of input, and what breaks that input."""
     plain = _words(TEXT_FREE)
+    # A recipe may well ask for days of work
+    few = ["--num_calibration_tokens", "0", "--num_report_tokens", "0"]
     return {
         "config": (
             Scenario("graft", _prepare_source, _conversion(), ["graft", "source", "out", *plain]),
@@ -302,7 +318,7 @@ def scenarios() -> dict[str, tuple[Scenario, Break]]:
         ),
         "gguf": (Scenario("graft", _prepare_gguf, _conversion(), ["graft", "model.gguf", "out", *plain]), break_gguf),
         "graft recipe": (
-            Scenario("graft", _prepare_graft_recipe, _conversion(), ["graft", "--config", "recipe.yaml"]),
+            Scenario("graft", _prepare_graft_recipe, _conversion(), ["graft", "--config", "recipe.yaml", *few]),
             break_recipe,
         ),
         "rows": (Scenario("sft", _prepare_chat, _sft(), _words(_training()), grad=True), break_rows),
@@ -344,15 +360,17 @@ def wrong(kind: str, seed: int, template: Path, folder: Path) -> str | None:
     return None if end.files == before else f"left {sorted(end.files.keys() ^ before.keys())[:4]}: {said}"
 
 
-def main(kind: str, first: str, last: str, place: str):
+def main(first: str, last: str, place: str, *kinds: str):
     faulthandler.enable()
     torch.set_num_threads(1)
-    template = Path(place) / "template"
-    template.mkdir(parents=True)
-    scenarios()[kind][0].prepare(template)
+    templates = {kind: Path(place) / kind for kind in kinds}
+    for kind, template in templates.items():
+        template.mkdir(parents=True)
+        scenarios()[kind][0].prepare(template)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    for seed in range(int(first), int(last)):
-        print(json.dumps([kind, seed, wrong(kind, seed, template, Path(place) / "work")]), flush=True)
+    for kind, template in templates.items():
+        for seed in range(int(first), int(last)):
+            print(json.dumps([kind, seed, wrong(kind, seed, template, Path(place) / "work")]), flush=True)
 
 
 if __name__ == "__main__":

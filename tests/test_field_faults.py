@@ -8,8 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from chat_bases import save_base
+from chat_runs import ROWS, words_of, write_rows
 from conftest import REPOSITORY
-from faults import KINDS, Faults, Scenario, Trial, run
+from faults import KINDS, End, Faults, Scenario, Trial, aside, run
+from hub_stub import HubStub
+from huggingface_hub import constants
 from test_graft import QUICK, save_source
 
 
@@ -72,17 +76,90 @@ def _export() -> Scenario:
     return Scenario("export", _prepare_model, _conversion(), words)
 
 
+def _sft_main():
+    from sft.__main__ import main
+
+    return main
+
+
+def _prepare_chat(folder: Path):
+    save_base(folder / "base", num_hidden_layers=1)
+    write_rows(folder / "rows.jsonl", ROWS)
+
+
+def _sft(**options) -> Scenario:
+    """A training with checkpoints; after a failure the printed command, its last checkpoint or itself ends it."""
+    options = {"save_strategy": "steps", "save_steps": 1, "questions": "a?", **options}
+    words = words_of(Path("base"), Path("rows.jsonl"), Path("out"), **options)
+
+    def go_on(end: End) -> list[str]:
+        if "sft finish" in end.lines[-1]:
+            return ["finish", "out"]
+        is_whole = any(
+            name.startswith("out/checkpoint-") and name.endswith("/trainer_state.json") for name in end.files
+        )
+        return [*words, *(["--resume_from_checkpoint", "last"] if is_whole else ["--overwrite", "true"])]
+
+    return Scenario("sft", _prepare_chat, _sft_main(), words, ("out", "out/*"), grad=True, go_on=go_on)
+
+
+def _lora() -> Scenario:
+    return _sft(use_peft=True, lora_r=2, save_strategy="no")
+
+
+def _prepare_upload(folder: Path):
+    """A finished model, and a repository that holds an older one."""
+    save_base(folder / "out", num_hidden_layers=1)
+    (folder / "out" / "README.md").write_text(CARD)
+    (folder / "hub").mkdir()
+    (folder / "hub" / "README.md").write_text(CARD.replace("user", "reader"))
+    (folder / "hub" / "adapter_model.safetensors").write_bytes(b"older weights")
+
+
+def _publish() -> Scenario:
+    """Uploads `out` to a repository that holds what stands in `hub`, which then holds what the repository does."""
+    from model_cards.publish import main
+
+    def upload():
+        with aside():
+            hub = HubStub()
+            hub.created.append({})
+            hub.files.update({path.name: path.read_bytes() for path in Path("hub").iterdir()})
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(constants, "ENDPOINT", hub.address)
+                template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+                patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+                patch.setattr(constants, "HF_HUB_OFFLINE", False)
+                patch.setattr(constants, "HF_HUB_CACHE", str(Path("cache").absolute()))
+                patch.setenv("HF_TOKEN", "hf_secret")
+                main()
+        finally:
+            hub.close()
+            with aside():
+                shutil.rmtree("hub")
+                Path("hub").mkdir()
+                for name, content in hub.files.items():
+                    (Path("hub") / name).write_bytes(content)
+
+    return Scenario("publish", _prepare_upload, upload, ["out", "someone/model"], others=("cache", "cache/*"))
+
+
 SCENARIOS = {"graft": _graft, "new graft": _new_graft, "heal": _heal, "export": _export}
+SCENARIOS |= {"sft": _sft, "sft with LoRA": _lora, "publish": _publish}
 
 
 def _points(trial: Trial, all_of_them: bool) -> list[tuple[str, int]]:
-    """(kind, operation) of every point; or of a few, the last of which are where one folder takes another's place."""
+    """(kind, operation) of every point; or of a few, among them where a folder takes another's place and where staging goes."""
     points = [(kind, at) for kind in KINDS for at in range(trial.operations(kind))]
     if all_of_them:
         return points
     seen = trial.whole.faults.seen
     renames = [("denied", at) for at, what in enumerate(seen) if what.startswith("os.rename") and "/" not in what]
-    return points[:: max(1, len(points) // 4)] + renames[-1:]
+    removals = [
+        ("denied", at) for at, what in enumerate(seen) if what.startswith("os.remove") and "/." in f"/{what[10:]}"
+    ]
+    return points[:: max(1, len(points) // 4)] + renames[-1:] + removals[:1]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -51,6 +51,7 @@ def rehearse(trainer: ChatTrainer, base: Base, chat: Chat, arguments: ChatArgume
                 shutil.copy(file, place)
         with _named("the card of the finished model cannot be made"):
             _check_card(place, folder, results)
+        _check_names(place, folder)
 
 
 def check_room(folder: Path, model: nn.Module, base: Base, arguments: ChatArguments, training: SFTConfig):
@@ -113,6 +114,12 @@ def _check_tokenizer(chat: Chat, again):
     for name in ("eos_token_id", "pad_token_id"):
         if getattr(again, name) != getattr(chat.tokenizer, name):
             raise ValueError(f"its {name} {getattr(chat.tokenizer, name)} becomes {getattr(again, name)}")
+
+
+def _check_names(place: Path, folder: Path):
+    for file in place.iterdir():
+        if file.is_file() and (folder / file.name).is_dir():
+            raise ValueError(f"output_dir {folder} holds a folder {file.name}, which stands where a file is to be: move it away")
 
 
 def _check_card(place: Path, folder: Path, results: dict):

@@ -171,7 +171,7 @@ def save_finished(trained: Path, folder: Path, base: Base, chat: Chat, arguments
             shutil.copy(file, staged)
         names = names_of_files(staged)
         for entry in sorted(staged.iterdir(), key=lambda entry: entry.name == "config.json"):
-            if is_folder(folder / entry.name):
+            if is_folder(entry) and is_folder(folder / entry.name):
                 shutil.rmtree(folder / entry.name)
             entry.replace(folder / entry.name)
     finally:

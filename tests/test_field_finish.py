@@ -122,6 +122,14 @@ def test_a_finished_run_whose_leftovers_stay_does_not_send_the_user_to_finish(fi
     assert (tmp_path / "out" / "results.json").is_file()
 
 
+def test_a_folder_that_stands_where_a_file_is_to_be_is_named_before_training_and_stays(fine_tune, monkeypatch, tmp_path):
+    (notes := tmp_path / "out" / "tokenizer.json" / "notes.txt").parent.mkdir(parents=True)
+    notes.write_text("mine")
+    monkeypatch.setattr(ChatTrainer, "train", None)
+    assert "holds a folder tokenizer.json" in fine_tune(code=2, overwrite=True)
+    assert notes.read_text() == "mine"
+
+
 def test_the_command_that_finishes_can_be_typed_as_it_stands():
     assert shlex.split(finish_command(Path("my run")))[-1] == "my run"
 

@@ -119,7 +119,9 @@ def _check_tokenizer(chat: Chat, again):
 def _check_names(place: Path, folder: Path):
     for file in place.iterdir():
         if file.is_file() and (folder / file.name).is_dir():
-            raise ValueError(f"output_dir {folder} holds a folder {file.name}, which stands where a file is to be: move it away")
+            raise ValueError(
+                f"output_dir {folder} holds a folder {file.name}, which stands where a file is to be: move it away"
+            )
 
 
 def _check_card(place: Path, folder: Path, results: dict):

@@ -122,7 +122,9 @@ def test_a_finished_run_whose_leftovers_stay_does_not_send_the_user_to_finish(fi
     assert (tmp_path / "out" / "results.json").is_file()
 
 
-def test_a_folder_that_stands_where_a_file_is_to_be_is_named_before_training_and_stays(fine_tune, monkeypatch, tmp_path):
+def test_a_folder_that_stands_where_a_file_is_to_be_is_named_before_training_and_stays(
+    fine_tune, monkeypatch, tmp_path
+):
     (notes := tmp_path / "out" / "tokenizer.json" / "notes.txt").parent.mkdir(parents=True)
     notes.write_text("mine")
     monkeypatch.setattr(ChatTrainer, "train", None)

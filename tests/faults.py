@@ -10,6 +10,7 @@ import fnmatch
 import importlib
 import io
 import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -293,14 +294,17 @@ class Trial:
         self.whole = self._run(Faults(str(self.folder), DENIED))
         assert self.whole.code == 0, self.whole.errors
 
-    def _run(self, faults: Faults) -> End:
+    def _run(self, faults: Faults, largest_file: int = resource.RLIM_INFINITY) -> End:
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(self._template, self.folder)
         with tempfile.TemporaryDirectory() as temporary:
             former, tempfile.tempdir = tempfile.tempdir, temporary
+            unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, unlimited[1]))
             try:
                 return run(self.scenario, self.folder, faults)
             finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
                 tempfile.tempdir = former
 
     def operations(self, kind: str) -> int:
@@ -315,6 +319,23 @@ class Trial:
         if not end.faults.failed and end.code == 0:
             # It came to fewer operations than the first run, which cached something
             return None
+        problem = self._problem(end)
+        return problem and f"{kind} {at}: {(end.faults.failed or ['nothing failed'])[0]}: {problem}"
+
+    def wrong_below(self, num_bytes: int) -> str | None:
+        """What is wrong where no file may become larger than this, as on a disk that is full in the middle of a file."""
+        end = self._run(Faults(str(self.folder)), num_bytes)
+        problem = "succeeded" if end.code == 0 else self._problem(end)
+        return problem and f"files of {num_bytes} bytes: {problem}"
+
+    def sizes(self) -> list[int]:
+        """Just below the size of each file that a whole run writes."""
+        written = {
+            len(content) for name, content in self.whole.files.items() if self.before.get(name) != content and content
+        }
+        return sorted(size - 1 for size in written)
+
+    def _problem(self, end: End) -> str | None:
         if end.code == 0:
             problem = self._not_whole(end)
         elif end.code in (2, 70):
@@ -329,7 +350,7 @@ class Trial:
             if again.code != 0 or differing:
                 problem = f"went on to {again.code!r} {again.lines}, without {differing[:5]}"
         said = end.lines[-1] if end.lines else ""
-        return problem and f"{kind} {at}: {end.faults.failed[0]}: {problem} [{end.code!r} {said}]"
+        return problem and f"{problem} [{end.code!r} {said}]"
 
     def _not_whole(self, end: End) -> str | None:
         differing = [name for name in self.whole.files.keys() ^ end.files.keys() if not self._may_remain(name, end)]

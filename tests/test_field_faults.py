@@ -170,3 +170,11 @@ def test_whatever_file_operation_fails_a_command_is_whole_or_leaves_all_as_it_wa
     with capsys.disabled():
         print(f"\n{name}: {len(points)} faults", end="")
     assert not wrong, f"{len(wrong)} of {len(points)}:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "publish"])
+def test_a_disk_that_is_full_in_the_middle_of_a_file_is_one_line(name, tmp_path, request):
+    trial = Trial(SCENARIOS[name](), tmp_path)
+    sizes = trial.sizes() if request.config.getoption("--all-faults") else trial.sizes()[-2:]
+    wrong = [problem for size in sizes if (problem := trial.wrong_below(size))]
+    assert not wrong, f"{len(wrong)} of {len(sizes)}:\n" + "\n".join(wrong)
